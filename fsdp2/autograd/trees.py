@@ -168,7 +168,7 @@ class Tree:
         return built
 
     def _note_attributes(self, value: Any, built: Any, kind: type[_Kind]) -> None:
-        """Note a copied pytree node's attributes and containers in them: torch builds nodes, but never writes to one."""
+        """Note a copied pytree node's attributes and containers in them: torch can build nodes, not change them."""
         before, after = kind.parts(value), kind.parts(built)
         if before.keys() == after.keys():
             self.copies.append((_Node(value, kind, before), built, after))

@@ -26,15 +26,16 @@ from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["ShardStore"]
 
-_gone = itertools.count(1 << 30)  # no tensor is changed in place so often, and none has the same of these as another
+# Version counters of full parameters without memory: no tensor is changed in place so often, and each gets another one.
+_gone = itertools.count(1 << 30)
 _PACK_ALL = TransferSizes(direct_group_bytes=NO_LIMIT)
 
 
 class ShardStore:
     """The memory of the shards and full parameters of one group.
 
-    Shards lie in one flat buffer, except those of parameters with an all-gather extension, and all of them as long as a
-    parameter is on the meta device: these are tensors of their own.
+    Shards lie in one flat buffer, except those with an all-gather extension, which are separate tensors. As long as a
+    parameter is on the meta device, all shards are separate tensors.
     """
 
     def __init__(
@@ -49,33 +50,34 @@ class ShardStore:
         self.options = options
         self.extensions: GroupExtensions | None = None
         self._plain: list[FSDPParam] = []  # those in the flat buffer
-        # Those of full parameters while their memory is gone, and what they have instead meanwhile.
+        # While the full parameters have no memory, ``_versions`` keeps their version counters, which are ``_gone``
+        # then.
         self._versions: list[int] | None = None
         self._gone: list[int] = []
         self._full_params: list[torch.Tensor] = []
         self._flat: torch.Tensor | None = None
         self._plan: FlatPlan | None = None
-        self._items: list[Item] = []  # the shards of the plain ones
-        self._gathered: list[Item] = []  # gathered over the shard axis: these, or portions
-        self.full_bytes = 0  # of the full parameters as computed with; each backward asks for it
+        self._items: list[Item] = []  # the shards of ``_plain``
+        self._gathered: list[Item] = []  # gathered over the shard axis: ``_items``, or portions
+        self.full_bytes = 0  # of the full parameters in the dtype of computation; kept, since each backward reads it
         self._placed: dict[FSDPParam, torch.Tensor] = {}  # the local tensor that each shard was given
         self._storages: list[int] = []  # of the DTensors around these
-        self.borrows = False  # a shard may have been put on its modules for one call, and be gone by now
+        self.borrows = False  # modules may show a shard for one call only, which may be over
         self._full: Buffer | None = None
-        self._fulls: list[torch.Tensor] = []  # the plain ones' full tensors in it
-        self.gather_buffers: GatherBuffers | None = None  # what a gather reads and writes; made for the first one
+        self._fulls: list[torch.Tensor] = []  # the plain full tensors of ``_plain`` in it
+        self.gather_buffers: GatherBuffers | None = None  # made for the first gather
         self.portions: Portions | None = None  # with shard_over_replicas; made with gather_buffers
         self._subgroup: SubgroupShards | None = None
-        self.formats_digest = self._digest()  # what ranks have to agree on about the formats of this group
-        # Grows when the full parameters are replaced by others, because shards were cast, moved or laid out anew: what
-        # autograd saved of the old ones can no longer be gathered.
+        self.formats_digest = self._digest()  # compared between ranks
+        # Grows when the full parameters are replaced, because shards were cast, moved or laid out again: views of the
+        # old ones that autograd has saved can no longer be gathered.
         self.generation = 0
-        # Grows when parameters, their dtypes or requires_grad, or options change: plans of reductions are made anew.
+        # Grows when parameters, their dtypes or requires_grad, or options change: then reductions are planned again.
         self.revision = 0
         self._place(pieces)
 
     def of(self, params: list[FSDPParam]) -> ShardStore:
-        """Return a store of its own for some of the parameters, or for copies of them."""
+        """Return a separate store for some of the parameters, or for copies of them."""
         store = ShardStore(params, self.mesh, [param.local for param in params], self.options)
         store.generation = self.generation + 1  # autograd may have saved views of full parameters of this one
         return store
@@ -87,7 +89,7 @@ class ShardStore:
 
     @property
     def reduce_bytes(self) -> int:
-        """Bytes of the full gradients as they are summed."""
+        """Bytes of the full gradients in the dtype of their sum."""
         pairs = zip(self._plain, self._gathered)
         dtypes = [(item.layout.numel, param.reduce_dtype or item.wire_dtype) for param, item in pairs]
         return sum(numel * dtype.itemsize for numel, dtype in dtypes)
@@ -99,12 +101,12 @@ class ShardStore:
 
     @property
     def home(self) -> torch.device:
-        """The device of shards that have values."""
+        """The device of shards that are not on the meta device."""
         return torch.device("cpu") if self.offloads else self.mesh.device
 
     @property
     def pins(self) -> bool:
-        """True if shards on the CPU live in page-locked memory, which only an accelerator makes useful."""
+        """True if shards on the CPU live in page-locked memory, which is useful only with an accelerator."""
         policy = self.options.offload_policy
         return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and torch.accelerator.is_available()
 
@@ -118,10 +120,10 @@ class ShardStore:
         return writes_to_shards(self.params)
 
     def set_options(self, options: GroupOptions) -> None:
-        """Follow ``options``; where they change how bytes travel, shards move to a new buffer."""
+        """Follow ``options``; if they change how shards are sent, move the shards to a new buffer."""
         moved = self._sizes(options) != self._sizes(self.options)
         if options.formatting != self.options.formatting:
-            # All are chosen before the first is set: the caller's function may raise.
+            # Choose all formats before setting the first: the user's function may raise.
             chosen = [param.choose_formats(options.formatting, param.sharded) for param in self.params]
             for param, formats in zip(self.params, chosen):
                 moved |= formats.gather != param.formats.gather
@@ -133,13 +135,13 @@ class ShardStore:
             self.place_anew()
 
     def place_anew(self) -> None:
-        """Move shards to a new buffer: how they travel changed."""
+        """Move shards to a new buffer, because they are sent in another way now."""
         self._plan = None
         self._place([param.local for param in self.params])
         self.note_change()
 
     def note_change(self) -> None:
-        """Let plans be made anew: parameters, their dtypes, their requires_grad or the options changed."""
+        """Let reductions be planned again: parameters, their dtypes, requires_grad or options changed."""
         self.revision += 1
 
     def _digest(self) -> tuple[int, ...]:
@@ -147,7 +149,7 @@ class ShardStore:
 
     @staticmethod
     def _sizes(options: GroupOptions) -> TransferSizes:
-        """Return the sizes that gathers follow; a custom all-gather brings its own memory, so it packs everything."""
+        """Return the transfer sizes of gathers. For a custom all-gather, which has its own memory, all is packed."""
         return options.sizes if options.gather is None else _PACK_ALL
 
     # ---- shards ----
@@ -155,8 +157,8 @@ class ShardStore:
     def adopt(self, before_writing: Callable[[], object], *, lasting: bool = False) -> bool:
         """Take in shards that were replaced or whose local tensors changed; return whether any was replaced.
 
-        ``before_writing`` lets the host wait for what still reads shards that are on the host. ``lasting``: they are
-        there to stay, and not for one call.
+        ``before_writing`` lets the host wait for copies that still read shards on the host. ``lasting``: the shards
+        were not put there for a single call.
 
         Raises:
             RuntimeError: a parameter was removed from its module, or replaced by something that is no such shard.
@@ -165,7 +167,7 @@ class ShardStore:
         for param, placed in self._placed.items():
             shown = param.sites[0].shown
             if shown is not None and (shown is param.full or shown is param.subgroup):
-                # Who put other values there for one call has restored what it found, whose memory is gone by now.
+                # Somebody put other values there for one call, and restored what it had found, which has no memory now.
                 shown = param.own
             if shown is param.sharded and param.local is placed:
                 show([param], "sharded")
@@ -173,11 +175,12 @@ class ShardStore:
             _check_replacement(param, shown)
             replaced |= shown is not param.sharded
             if shown is param.sharded and param in self._plain:
-                # Other content (swap_tensors): the tensor before may be another DTensor's now, and its place in the
-                # flat buffer gets the new values. ``adopt_shard`` does the same for a DTensor that was replaced.
+                # The same DTensor got another local tensor (swap_tensors). The old one may belong to another DTensor
+                # now, and its place in the flat buffer gets the new values, so it gets other memory. ``adopt_shard``
+                # does the same for a DTensor that was replaced.
                 placed.data = placed.detach().clone()
             param.adopt_shard(shown, lasting=lasting)  # type: ignore[arg-type]  # just checked
-            show([param], "sharded", over_others=True)  # wherever a tied one is shown
+            show([param], "sharded", over_others=True)  # on all modules that it is tied to
             changed = True
         if changed:
             before_writing()
@@ -214,12 +217,12 @@ class ShardStore:
         return False
 
     def check_ties(self) -> None:
-        """Raise RuntimeError if modules that share a parameter show different ones, of which only one could be used."""
+        """Raise RuntimeError if modules that share a parameter show different ones: only one could be used."""
         for param in self.params:
             found = [(site, site.shown) for site in param.sites]
             first, shown = found[0]
             for site, other in found[1:]:
-                if other is not shown and other is not None:  # one that was removed is put back
+                if other is not shown and other is not None:  # None: it was removed there, and is put back
                     raise RuntimeError(
                         f"{param.name}: the sharded parameter is tied, and its modules show different ones: got one as "
                         f"{first.name!r} of {type(first.module).__name__} and another as {site.name!r} of "
@@ -240,7 +243,7 @@ class ShardStore:
     def check_ready(self) -> None:
         """Raise RuntimeError that names parameters still on the meta device or, when offloading, not on the CPU.
 
-        Also looks for extensions that were put on local tensors since.
+        Also move the shards if their local tensors have got or lost all-gather extensions.
         """
         names = [param.name for param in self.params if param.local.is_meta]
         if names:
@@ -261,9 +264,9 @@ class ShardStore:
             self.place_anew()
 
     def _place(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Copy ``pieces`` into the flat buffer (made anew where dtypes or the device changed) and show them there.
+        """Copy ``pieces`` into the flat buffer, and make the copies the shards; stage 2 of the life of a parameter.
 
-        Stage 2 of the life of a parameter.
+        Make a new flat buffer if parameters, dtypes, formats or the device changed.
         """
         plain = [(p, piece) for p, piece in zip(self.params, pieces) if not has_extension(piece)]
         own = [(p, piece) for p, piece in zip(self.params, pieces) if has_extension(piece)]
@@ -275,7 +278,7 @@ class ShardStore:
                 if param.sharded is None or piece.is_meta or piece is not param.local:
                     where = "cpu" if self.offloads and not piece.is_meta else piece.device
                     piece = _own(piece, param, where)
-                self._set(param, piece)  # the object itself: an extension may be an attribute of it
+                self._set(param, piece)  # the object itself, since its attributes may make the extension
             items = [_item(p, x.dtype) for p, x in plain]
             target = torch.device("cpu") if self.offloads or not plain else plain[0][1].device
             fits = self._plan is not None and self._flat is not None and self._flat.device == target
@@ -302,14 +305,14 @@ class ShardStore:
         self._plan = plan_flat(items, self._sizes(self.options), coalesced=axis.coalesces)
         flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
         self._flat = flat.pin_memory() if self.pins else flat
-        self.generation += self._full is not None  # there were full parameters, of which autograd may have saved views
+        self.generation += self._full is not None  # autograd may have saved views of the full parameters
         self._full = self.gather_buffers = self._subgroup = self.portions = None
 
     def _view(self, i: int) -> torch.Tensor:
-        """Return the shard of plain parameter ``i``: a storage of its own that lies in the flat buffer's memory.
+        """Return the shard of plain parameter ``i``, with a storage of its own inside the flat buffer's memory.
 
-        It starts at its storage's beginning and ends at its end, so that copying, saving and pickling take it alone.
-        A fake tensor's storage has no parts; there it is a view.
+        The shard fills its storage, so that copying, saving and pickling take it alone. Storages of fake tensors have
+        no parts; there the shard is a view.
         """
         assert self._flat is not None and self._plan is not None
         spec, dtype, start = self._plain[i].spec, self._items[i].dtype, self._plan.shard_offset[i]
@@ -329,7 +332,7 @@ class ShardStore:
     def make_gather_buffers(self, lanes: Lanes) -> GatherBuffers:
         """Make the buffers of gathers, and the full parameters in them.
 
-        All but portions is allocated for a moment only, on the gather lane, whose next gather takes the same memory.
+        Except for portions, all memory is allocated only for a moment, on the gather lane, whose next gather reuses it.
         """
         assert self._plan is not None and self._flat is not None
         plan, source, items = self._plan, self._flat, self._gathered
@@ -353,10 +356,11 @@ class ShardStore:
         return self.gather_buffers
 
     def free_full(self) -> None:
-        """Give back the memory of the full parameters, unless it was asked to stay where it is.
+        """Give back the memory of the full parameters, unless ``keep_full_storage`` was set.
 
-        Many kernels do not check that memory is there: a backward that enters the unit unseen would end the process. So
-        autograd finds a version then that no forward has saved, and raises (``hints.py`` explains it).
+        Many kernels do not check that a tensor has memory: a backward that enters the unit unnoticed would crash the
+        process. So the version counters change to values that no forward has saved. Then autograd raises an error,
+        which ``hints.py`` explains.
         """
         if self.options.keep_full_storage:
             return
@@ -369,7 +373,7 @@ class ShardStore:
             self.extensions.free()
 
     def note_full(self) -> None:
-        """Note that the memory of the full parameters is there and filled."""
+        """Note that the full parameters have memory, which contains them."""
         if self._versions is not None:
             set_versions(self._full_params, self._versions)
             self._versions = None
@@ -379,12 +383,12 @@ class ShardStore:
         return self._full is not None and self._full.has(on_this_rank(tensor))
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` lies in memory that comes and goes: full parameters, or pieces of a subgroup."""
+        """Return whether ``tensor`` lies in memory that is freed: of full parameters, or of a subgroup's pieces."""
         pieces = self._subgroup
         return self.lies_in_full(tensor) or (pieces is not None and pieces.has(on_this_rank(tensor)))
 
     def full_versions(self) -> list[int]:
-        """Return how often each full parameter was changed in place; gathers do not count."""
+        """Return the version counter of each full parameter: its changes in place, gathers excepted."""
         return versions_of(self._full_params) if self._versions is None else self._versions
 
     def changed_since(self, versions: list[int]) -> list[str]:
@@ -397,7 +401,7 @@ class ShardStore:
             param.reclaim_full()
 
     def subgroup(self, size: int) -> SubgroupShards:
-        """Return what keeps the group's pieces on ``size`` ranks after forward; full parameters must be in memory."""
+        """Return the group's pieces over ``size`` ranks; full parameters must be in memory."""
         if self._subgroup is None or self._subgroup.axis.size != size:
             assert self.gather_buffers is not None
             with torch.inference_mode(False), torch.no_grad():
@@ -408,22 +412,21 @@ class ShardStore:
 
 def _item(param: FSDPParam, dtype: torch.dtype) -> Item:
     wire_dtype = compute_dtype(dtype, param.policy)
-    if (layout := param.spec.over_replicas) is not None:  # portions have the format, these are sent as they are
+    if (layout := param.spec.over_replicas) is not None:  # the format is for portions
         return Item(layout, dtype, wire_dtype)
     form = param.formats.gather if dtype in ENCODED and wire_dtype in ENCODED else None
     return Item(param.spec.layout, dtype, wire_dtype, form=form)
 
 
 def _without_memory(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a fake one, which has a device and a size but no memory.
-
-    torch's memory trackers and estimators use fake tensors too.
+    """Return whether ``tensor`` is a fake tensor, with a device and a size but no memory: in forecasts, or in torch's
+    memory trackers and estimators.
     """
     return tensor.untyped_storage().device.type == "meta"
 
 
 def _own(piece: torch.Tensor, param: FSDPParam, device: torch.device | str) -> torch.Tensor:
-    """Return ``piece`` as a tensor on ``device`` with the layout's strides and a storage of its own."""
+    """Return a copy of ``piece`` on ``device``, with the layout's strides."""
     spec = param.spec
     if type(piece) is not torch.Tensor and has_extension(piece):
         copied = copy_of(piece)

@@ -14,13 +14,13 @@ __all__ = ["gather_by_hand"]
 
 
 def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None:
-    """Start gathering the groups of ``used``, each with its unit, because the caller ``asked`` for them.
+    """Start gathering the groups in ``used``, each with its unit; ``asked`` names the call that asks for them.
 
-    Between passes this is a pass of its own, and what it gathers is held until the caller frees it or changes the
-    shards. Inside a pass it is a prefetch, and that pass frees it.
+    Between passes, this is a separate pass, and the parameters are held until the caller frees them or changes the
+    shards. Inside a pass it is a prefetch, and that pass frees them.
     """
     by_root: dict[RootContext[FSDPState], list[FSDPParamGroup]] = {}
-    # Where no forward has run, nothing is known of a root: the first such unit stands for it.
+    # Before the first forward a unit has no root: the first such unit is the root of all of them.
     first = next((unit for unit in used.values() if unit.is_root is None), None)
     for unit in dict.fromkeys(used.values()):
         unit.reconcile()
@@ -40,8 +40,8 @@ def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None
 def _gather_between_passes(
     root: RootContext[FSDPState], groups: list[FSDPParamGroup], units: list[FSDPState], kind: PassKind
 ) -> None:
-    """Gather in a pass of its own, so that ranks on which the caller did not ask notice it, and hold the result."""
-    one_replica = are_copied(groups)  # so one may ask alone, as it may evaluate
+    """Gather in a separate pass, so that ranks on which nobody asked for it notice it, and hold the result."""
+    one_replica = are_copied(groups)  # a single replica may gather, as it may evaluate, so ranks are not compared
     for group in groups:
         group.residency.drop_passing_portions()
         if group.residency.is_outdated():

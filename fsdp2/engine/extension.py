@@ -1,12 +1,14 @@
-"""All-gather extensions: tensors that decide themselves what is sent of them, and how to make the full tensor of it.
+"""All-gather extensions: tensor classes that define what is sent of them, and how the full tensor is made of that.
 
-A shard whose local tensor has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` (torchao's float8 weights, say) is
-sent as whatever the first returns. The contract is torch's: two accepted signatures, ``out=`` from the second gather
-on, and results that may alias the gathered tensors, whose storages are freed and allocated again with the parameter.
+If a shard's local tensor has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` (as torchao's float8 weights have),
+the tensors that the first one returns are sent. The contract is torch's: two accepted signatures, ``out=`` from the
+second gather on, and results that may alias the gathered tensors, whose storages are freed and allocated again with the
+parameter.
 
-On one rank nothing has to be sent. A tensor with ``fsdp_get_unsharded_view`` (torch's main has it) then gives the
-tensor to compute with itself, a view of its own memory; so do the other two functions, if the first returns no inputs.
-Where it gives none, and there are more ranks or the parameter trains, its elements are sent as a plain tensor's.
+On one rank nothing has to be sent. Then ``fsdp_get_unsharded_view`` (of torch's main branch) may return the tensor to
+compute with, a view of the shard's memory; so may the other two functions, if the first one returns no inputs. A tensor
+that has only this function is sent like a plain tensor if there are more ranks, if the parameter trains, or if the
+function returns None.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ __all__ = ["GatherExtension", "GroupExtensions", "has_extension", "refuse_nested
 
 
 def has_extension(local: torch.Tensor) -> bool:
-    """Return whether ``local`` decides itself what travels.
+    """Return whether ``local`` has an all-gather extension.
 
     Raises:
         AssertionError: it defines only one of the two functions, or none and the third (torch's contract).
@@ -51,7 +53,7 @@ def has_extension(local: torch.Tensor) -> bool:
 
 
 def sends_itself(local: torch.Tensor) -> bool:
-    """Return whether ``local`` says what is sent of it on several ranks."""
+    """Return whether ``local`` defines what is sent of it; otherwise it is sent like a plain tensor."""
     return hasattr(local, _PRE)
 
 
@@ -74,17 +76,17 @@ class GatherExtension:
         self._inner: list[torch.Tensor] = []
         self._input_sizes: list[torch.Size] = []
         self._metadata: Any = None
-        self._view: torch.Tensor | None = None  # to compute with, in memory of the shard
-        self._made_of: torch.Tensor | None = None  # the shard that the full parameter was made of
+        self._view: torch.Tensor | None = None  # the full parameter in the shard's memory, between encode and decode
+        self._made_of: torch.Tensor | None = None  # the local tensor that the full parameter was made of
         self.releases = getattr(param.local, _RELEASE, bool)()
         if not isinstance(self.releases, bool):
             raise AssertionError(f"{param.name}: {_RELEASE} must return a bool, got {type(self.releases)}")
 
     @contextlib.contextmanager
     def _calling(self, function: str) -> Iterator[None]:
-        """Name the parameter in an error of the tensor's own ``function``, called in the ``with`` block.
+        """Add the parameter's name to an error of the extension's ``function``, which the ``with`` block calls.
 
-        It may communicate: where that fails because another rank has ended, the error says so.
+        The function may communicate. If that fails because another rank has ended, the error says so.
         """
         with waits_of_others():
             try:
@@ -129,7 +131,7 @@ class GatherExtension:
         return [tensor.contiguous().view(-1) for tensor in padded]
 
     def _own_view(self, local: Any) -> torch.Tensor | None:
-        """Return the tensor that ``local`` gives to compute with, where this rank alone holds it; None if it does not.
+        """Return the view of ``local`` to compute with, if this rank alone holds it; None if there is none.
 
         Raises:
             ValueError: it has another shape, dtype or device than the full parameter.
@@ -150,14 +152,14 @@ class GatherExtension:
         return view  # type: ignore[no-any-return]  # a tensor
 
     def _slot(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the elements of ``local`` as those of a plain tensor are sent: it does not say how its are."""
+        """Return the elements of ``local`` in a slot, as a plain tensor is sent."""
         spec = self.param.spec
         row = torch.zeros(spec.layout.slot_numel, dtype=self.param.compute_dtype, device=self.device)
         row.as_strided(spec.shard_shape, spec.shard_stride).copy_(local)
         return row
 
     def _join_slots(self) -> torch.Tensor:
-        """Return the memory of the full parameter, made of what all ranks sent as ``_slot`` returns it."""
+        """Return the memory of the full parameter, made of the slots of all ranks."""
         layout, output = self.param.spec.layout, self.outputs[0].data
         if layout.rank_major:
             return output
@@ -170,7 +172,7 @@ class GatherExtension:
         return self._inner[0]
 
     def _pad(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pad an input that is shaped like an uneven piece to the first rank's: all ranks must send the same size."""
+        """Pad an input with the shape of a shorter piece to that of the first rank: all ranks must send one size."""
         spec = self.param.spec
         slot = torch.Size(spec.layout.shard_shape(0))
         if tensor.size() != torch.Size(spec.shard_shape) or tensor.size() == slot:
@@ -193,7 +195,7 @@ class GatherExtension:
         """Take the gathered inputs: ``rows[i]`` is (ranks, numel) of input i."""
         layout = self.param.spec.layout
         for output, row, size in zip(self.outputs, rows, self._input_sizes):
-            target = output.data  # a version counter of its own: autograd must not see the write
+            target = output.data  # .data has another version counter: autograd must not see the write
             if layout.rank_major or size != torch.Size(layout.shard_shape(0)):
                 target.view(row.shape).copy_(row)
             else:
@@ -208,7 +210,7 @@ class GatherExtension:
         local: Any = param.local
         gathered = tuple(output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._input_sizes))
         dtype = param.compute_dtype
-        # What lies in the shard's own memory is made anew where another shard is in its place.
+        # A full parameter in the shard's own memory is made again if the shard has been replaced.
         current = param.full is not None and (bool(self._input_sizes) or self._made_of is local)
         self._made_of = local
         if current and self._view is not None:
@@ -235,7 +237,7 @@ class GatherExtension:
         self._metadata = self._view = None
 
     def release(self) -> None:
-        """Give back the memory of the gathered inputs; the extension says that the full parameter does not use it."""
+        """Give back the memory of the gathered inputs, for extensions whose full parameter does not alias it."""
         _free(self.outputs)
 
     def free(self) -> None:
@@ -248,12 +250,12 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 
 
 class GroupExtensions:
-    """The extensions of one group's parameters; what they send travels with the group's packed run."""
+    """The extensions of one group's parameters. Their tensors are sent with the group's packed parameters."""
 
     def __init__(self, extensions: list[GatherExtension]) -> None:
         self._extensions = extensions
         self._counts: list[int] = []
-        # For each tensor that ``encode`` returned last: its elements, and the place of its dtype in ``_DTYPES``.
+        # For each tensor of the last ``encode``: its number of elements, and the index of its dtype in ``_DTYPES``.
         self.sent: tuple[int, ...] | None = None
 
     @property
@@ -294,8 +296,8 @@ class GroupExtensions:
                 rows = rows[count:]
         compute.wait(done.event)
         trains = torch.is_grad_enabled()
-        # Not in inference mode: training computes with the tensors that an evaluation has made. To leave that mode
-        # enables gradients, so they are set back to what they were.
+        # Not in inference mode: training will compute with tensors that an evaluation makes. Leaving that mode enables
+        # gradients, so they are set back to what they were.
         with torch.inference_mode(False), torch.set_grad_enabled(trains):
             for extension in self._extensions:
                 extension.decode()

@@ -15,7 +15,7 @@ from fsdp2.sharding.layout import ShardLayout
 __all__ = ["ENCODED", "Formats", "choose_formats", "digest"]
 
 ENCODED = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that are encoded; all others travel as they are."""
+"""The dtypes that are encoded; all others are sent as they are."""
 
 
 class Formats(NamedTuple):
@@ -50,7 +50,7 @@ def digest(chosen: Iterable[tuple[str, Formats]]) -> tuple[int, ...]:
 
 
 def _describe(form: WireFormat) -> str:
-    """Return a text that is the same on every rank: a class that has no text of its own would show an address."""
+    """Return a text that is the same on every rank: ``object.__repr__`` would contain an address."""
     kind = type(form)
     plain = kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__
     return kind.__qualname__ if plain else str(form)

@@ -1,7 +1,7 @@
 """Users' hooks on the gradients of shards, which get the reduced gradient as a DTensor.
 
-On a plain model they would get a plain tensor, so they mix it with plain masks, write to its rows, and return what they
-like. What DTensor does right is done, and what it would lose without a word raises an error.
+They were written for plain models, so they combine the gradient with plain masks, write to its rows, and return tensors
+of several shapes. What DTensor supports works. A write that DTensor would silently lose raises an error.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ __all__ = ["call_hook", "gradient_after"]
 
 Hook = Callable[[torch.Tensor], Any]
 
+# DTensor's errors are plain RuntimeErrors, without a class or a code: only their texts tell them from the hook's own.
 _REFUSALS = ("DTensor", "Sharding propagation failed", "does not have a sharding strategy registered")
 
 
 def call_hook(hook: Hook, tensor: torch.Tensor, name: str, spec: ShardedSpec) -> Any:
-    """Return ``hook(tensor)``, with ``tensor`` the parameter ``name`` or its gradient.
+    """Return ``hook(tensor)``; ``tensor`` is the parameter ``name``, or its gradient.
 
-    The hook may mix DTensors with whole plain tensors, such as a mask.
+    The hook may combine DTensors with plain tensors of the whole shape, such as a mask.
 
     Raises:
-        RuntimeError: DTensor refuses what the hook does, or would lose it. The text names the parameter and a remedy.
+        RuntimeError: The hook did what DTensor refuses or would lose. The text names the parameter and a remedy.
     """
     try:
         with plain_tensors_replicated(), _RefuseLostWrites():
@@ -53,7 +54,7 @@ def gradient_after(hook: Hook, grad: DTensor, name: str, spec: ShardedSpec) -> D
     """Return the gradient to go on with after ``hook(grad)``, cut as the parameter is.
 
     Raises:
-        RuntimeError: The hook raised as in ``call_hook``, or returned what is no gradient of the parameter.
+        RuntimeError: The hook raised as in ``call_hook``, or did not return a gradient of the parameter.
     """
     changed = call_hook(hook, grad, name, spec)
     if changed is None or changed is grad:
@@ -76,9 +77,9 @@ def gradient_after(hook: Hook, grad: DTensor, name: str, spec: ShardedSpec) -> D
 
 
 class _RefuseLostWrites(TorchDispatchMode):
-    """Refuses writes to a part of a DTensor that DTensor has copied, where a plain tensor's is a view.
+    """Refuses writes to a part of a DTensor that is a copy, although the same part of a plain tensor is a view.
 
-    It does so where a row is taken from a tensor that is sharded by rows: a write to it is lost.
+    DTensor copies a row that is taken from a tensor sharded by rows, so a write to the row would be lost.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The plan of one group's gradients: which leave together, in which dtypes and layout, and what they are divided by.
+"""The plan of one group's gradients: which are reduced together, in which dtypes and layout, and with which divisor.
 
-A plan follows from parameters and options that are the same on all ranks, so every rank plans alike. ``GroupGradients``
-makes a new one when these changed.
+A plan follows from parameters and options that are equal on all ranks, so every rank makes the same plan.
+``GroupGradients`` makes a new one when these change.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["GradientDtypes", "GradientPlan"]
 
 @dataclass(frozen=True)
 class GradientDtypes:
-    """The dtypes of gradients: as sent where each rank sums itself, as summed, as delivered, and as computed with.
+    """The dtypes of a gradient: as sent (``wire``, if each rank sums what it receives), as summed, and as delivered.
 
-    What is delivered may be None, for the dtype of the sum. The sum ``follows`` gradients that happen to be wider where
-    that was asked for; the computation is the same on all ranks, and so are they. What is encoded on the shard axis is
-    summed in float32; ``formats`` are those of the shard and the replicate axis.
+    ``computed`` is the dtype of computation. ``out=None`` is the dtype of the sum. With ``follows``, the sum widens to
+    the dtypes that the gradients have, which are equal on all ranks because the computation is. ``formats`` are those
+    of the shard and the replicate axis; gradients that are encoded on the shard axis are summed in float32.
     """
 
     wire: torch.dtype
@@ -42,7 +42,7 @@ class GradientDtypes:
     formats: tuple[WireFormat | None, WireFormat | None] = (None, None)
 
     def encoded(self, formats: Formats, copies: int) -> GradientDtypes:
-        """Return the same with ``formats``, where there are ``copies`` on a replicate axis.
+        """Return the same with ``formats``; there are ``copies`` on the replicate axis.
 
         Gradients of dtypes that no format encodes are sent as they are.
         """
@@ -54,12 +54,12 @@ class GradientDtypes:
 
 
 class GradientPlan:
-    """The chunks of one group's gradients, and how each travels."""
+    """The chunks of one group's gradients, and how each is reduced."""
 
     def __init__(self, store: ShardStore, axis: Axis, comm: CommContext, waiting: Collection[FSDPParam]) -> None:
-        """Gradients travel over ``axis``. Those in ``waiting`` have sums that were not all-reduced yet.
+        """Plan to reduce over ``axis``. Parameters in ``waiting`` have sums that are still to be all-reduced.
 
-        Such a sum goes with the next one, whether or not its parameter was frozen meanwhile.
+        Such a sum is reduced with the next one, even if its parameter was frozen meanwhile.
         """
         self.revision = store.revision
         self._store = store
@@ -76,7 +76,7 @@ class GradientPlan:
         self._reductions: dict[tuple[int, torch.dtype, bool], ReducePlan] = {}
 
     def row(self, indices: tuple[int, ...]) -> RowPlan:
-        """Return the layout in which the gradients of these parameters are sent."""
+        """Return the layout for sending the gradients of these parameters."""
         if indices not in self._rows:
             self._rows[indices] = self._make_row([self._store.params[i] for i in indices], self.dtypes[indices[0]])
         return self._rows[indices]
@@ -84,7 +84,7 @@ class GradientPlan:
     def reduction(
         self, indices: Sequence[int], values: Iterable[torch.Tensor] = (), *, accumulated: bool = False
     ) -> ReducePlan:
-        """Return how the gradients of the parameters ``indices``, which leave together, are reduced.
+        """Return how the gradients of the parameters ``indices``, one chunk or a part of one, are reduced.
 
         ``values`` are these gradients and earlier sums of them. If they were ``accumulated`` in the dtype of their sum,
         they are also sent in it.
@@ -102,17 +102,17 @@ class GradientPlan:
     # ---- dtypes ----
 
     def _find_rounded(self) -> bool:
-        """Return whether gradients are sent as computed, so that all ranks must have them in what is computed with."""
+        """Return whether gradients are sent as computed, so that all ranks need them in the dtype of computation."""
         options = self._store.options
         exchanges = prefers_all_to_all(self._axis, NO_LIMIT, options.sizes.exchange_bytes)
-        # A rank whose gradients accumulated sends them wider, and the others cannot know that it has.
+        # A rank whose gradients have accumulated sends them in a wider dtype, and others cannot know that it does.
         return exchanges and options.scatter is None and not options.may_accumulate
 
     def _find_dtypes(self, reduced: list[int]) -> dict[int, GradientDtypes]:
-        """Return the dtypes of the gradients of these parameters, which are the same on every rank.
+        """Return the dtypes of the gradients of these parameters, which are equal on every rank.
 
-        Where dtypes of reduced gradients were chosen and none to reduce in, gradients of weights of one dtype are all
-        summed in the widest that any of them accumulates in, as torch sums them.
+        If ``grad_dtype`` was set for any parameter, and the policy has no ``reduce_dtype``, the gradients of all
+        weights of one dtype are summed in the widest dtype in which any of them accumulates, as in torch.
         """
         params = [self._store.params[i] for i in reduced]
         chosen = any(param.grad_dtype for param in params)
@@ -133,19 +133,19 @@ class GradientPlan:
     # ---- chunks and their rows ----
 
     def _cut(self, reduced: list[int]) -> ChunkPlan:
-        """Return which gradients leave together."""
+        """Return which gradients are reduced together."""
         store, mesh, keys = self._store, self._store.mesh, list(self.dtypes.values())
         ranks = max(mesh.shard.size, mesh.replicate.size)
-        # NCCL has streams wherever it runs; other backends have those of the device, except for gloo, which has none.
+        # NCCL always has streams. Other backends use the device's, except for gloo, which uses none.
         streams = mesh.first.is_nccl or (self._comm.lanes.on_streams and mesh.first.coalesces)
-        # On streams chunks bound what is packed, in the dtype of the sum; on a CPU what is sent, as computed.
+        # On streams chunks bound the bytes packed, in the dtype of the sum; on a CPU the bytes sent, as computed.
         dtypes = [key.reduce if streams else key.computed for key in keys]
         nbytes = [store.params[i].spec.layout.numel * dtype.itemsize for i, dtype in zip(reduced, dtypes)]
-        # A unit smaller than others need not be cut as fine: it is the largest that memory is needed for.
+        # A unit smaller than others need not be cut as finely: the largest one determines the peak of memory.
         largest = self._comm.largest_bytes * store.reduce_bytes // max(store.full_bytes, 1) if streams else 0
         sizes = store.options.chunk_sizes
         if streams and self._reduces_in_place and all([key.reduce == key.computed for key in keys]):
-            # Chunks bound the memory that gradients are packed into; these are sent from where they lie.
+            # Chunks bound the memory that gradients are packed into, but these are sent in place.
             sizes = replace(sizes, chunk_bytes=NO_LIMIT)
         plan = plan_chunks(keys, nbytes, sizes, ranks, largest, streams=streams)
         return ChunkPlan(
@@ -154,10 +154,10 @@ class GradientPlan:
         )
 
     def _make_row(self, params: list[FSDPParam], dtypes: GradientDtypes) -> RowPlan:
-        """Lay out a chunk: large gradients are reduced from where they lie, where several reductions are one launch.
+        """Lay out a chunk. If several reductions are one launch, large gradients are reduced in place.
 
-        A hook sees one buffer with all gradients in their order, which is torch's contract; so does a custom
-        collective.
+        An all-reduce hook or a custom collective gets one buffer with all gradients in order, which is torch's
+        contract.
         """
         layouts = [param.spec.layout for param in params]
         in_place: tuple[int, ...] = ()
@@ -166,7 +166,7 @@ class GradientPlan:
         return RowPlan(layouts, self._row_padding(dtypes), in_place, self._row_over_replicas(params, dtypes))
 
     def _row_over_replicas(self, params: list[FSDPParam], dtypes: GradientDtypes) -> RowPlan | None:
-        """Lay out this rank's sums over the shard axis for the replicate axis, if they are sharded over that too."""
+        """Lay out this rank's sums over the shard axis for the replicate axis, if this shards them too."""
         layouts = [layout for param in params if (layout := param.spec.over_replicas) is not None]
         if not layouts:
             return None

@@ -1,4 +1,4 @@
-"""A group's gradients on their way out: which chunk leaves when, and what is left for a later backward."""
+"""A group's gradients in backward: which chunk is reduced when, and which wait for a later backward."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ __all__ = ["GroupGradients"]
 _NEVER = (-1, -1)
 # A unit of this size or more computes for milliseconds on any device, so that the host runs ahead.
 _LATE_BYTES = 64 << 20
-# A gradient of less than this part of its unit (a norm's, a bias) takes little memory, and may be finished at once.
+# A gradient of less than this part of its unit (of a norm or a bias) may be finished before compute has got anywhere.
 _SMALL_PART = 16
 
 
 @dataclass
 class _Backward:
-    """One backward through the group, from its entry until the rest of its gradients left."""
+    """One backward through the group, from its entry until ``reduce_rest``."""
 
-    task: int
+    task: int  # autograd's number of this backward
     plan: GradientPlan
     launch: Launch
     end: Callable[[], None]
     final: bool  # no unit is known to follow
-    # Gradients still to come: of each chunk that leaves early; those after the last of which ``end`` is called, None if
-    # the inputs tell when backward is done; those after the last of which the postponed gather starts.
+    # Parameters whose gradients are still to come: those of each streamed chunk; those before ``end`` is called (None
+    # if the inputs tell when backward is done); those before the postponed gather starts.
     chunks_wait: list[set[int]]
     end_waits: set[int] | None
     gather_waits: set[int]
-    taken_up: int = 0  # chunks that were launched, or left for later with their gradients on the parameters
+    offered: int = 0  # streamed chunks that were launched, or left for later with their gradients on the parameters
 
-    def params_taken_up(self) -> set[int]:
+    def params_offered(self) -> set[int]:
         """Return the parameters in these chunks."""
-        return {i for chunk in self.plan.chunks.streamed[: self.taken_up] for i in chunk}
+        return {i for chunk in self.plan.chunks.streamed[: self.offered] for i in chunk}
 
 
 class GroupGradients:
-    """Streams the gradients of one group: chunks of large ones leave as they are finished, the rest at the end.
+    """Streams the gradients of one group: chunks of large ones are reduced as they are finished, the others at the end.
 
-    Chunks leave in one fixed order, so every rank launches the same collectives in the same order whatever the order
-    in which autograd finishes the gradients.
+    Chunks have one fixed order, so every rank launches the same collectives in the same order, in whatever order
+    autograd finishes the gradients.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class GroupGradients:
         comm: CommContext,
         notice_backward: Callable[[], None],
     ) -> None:
-        """Gradients travel over ``axis``: the shard axis, or one of the same ranks with a communicator of its own.
+        """Reduce over ``axis``: the shard axis, or one of the same ranks with another communicator.
 
-        ``notice_backward`` is called when a gradient is finished although no backward entered the group.
+        ``notice_backward`` is called if a gradient is finished although no backward has entered the group.
         """
         self.axis = axis
         self.comm = comm
@@ -81,10 +81,11 @@ class GroupGradients:
         self._backward: _Backward | None = None
         self._watched = _NEVER  # generation and revision of the full parameters whose gradients are hooked
         self._hooked: dict[int, torch.Tensor] = {}
-        # Whether autograd makes gradients that are reduced at once (True) or that accumulate; None before either.
+        # Whether full parameters expect gradients that are reduced at once (True) or that accumulate; None: not yet
+        # set.
         self._expects_reduced: bool | None = None
         self._at_once = False  # backward finishes all gradients together
-        self._completes = False  # what is unreduced is reduced now, whatever the options say of backwards
+        self._completes = False  # ``complete`` runs: reduce over both axes, whatever the options say
 
     def _in_use(self) -> bool:
         return self._phases.phase is not Phase.IDLE or self._completes
@@ -95,14 +96,14 @@ class GroupGradients:
         self._store.note_change()
 
     def _current_plan(self) -> GradientPlan:
-        """Return how the gradients travel, planned anew where parameters, dtypes or options changed."""
+        """Return the plan; make a new one if parameters, dtypes or options changed."""
         if self._plan is None or self._plan.revision != self._store.revision:
             self._plan = GradientPlan(self._store, self.axis, self.comm, self.unreduced.sums)
-            self._expects_reduced = None  # it may round otherwise, and new full parameters do not know what to expect
+            self._expects_reduced = None  # rounding may differ, and new full parameters have no dtype for gradients yet
         return self._plan
 
     def _hook(self, i: int) -> None:
-        """Learn when parameter ``i``'s gradient is finished; once per full parameter."""
+        """Call ``_arrives`` when the gradient of parameter ``i`` is finished. Each full parameter is hooked once."""
         full = self._store.params[i].full
         assert full is not None
         if self._hooked.get(i) is full:
@@ -115,19 +116,19 @@ class GroupGradients:
 
     @property
     def gathers_later(self) -> bool:
-        """True if the gather of what follows in backward is best started when this group's gradients are finished.
+        """True if the next gather in backward is best started when this group's gradients are finished.
 
-        A unit with few bytes computes for less time than the host needs for it, so its gather would come too late.
+        The backward of a small unit takes less time than the host needs for it, so the gather would start too late.
         """
         is_late = self._store.full_bytes >= _LATE_BYTES
         return is_late and self.comm.lanes.on_streams and bool(self._current_plan().reduced)
 
     def expect_from(self, nodes: int) -> None:
-        """Note how many autograd nodes the forward made. Fewer than weights: a compiled block, where one makes all.
+        """Note how many autograd ``nodes`` the forward made: fewer than weights if a compiled block has one for all.
 
-        Its gradients appear at once, so nothing computes beside their chunks, and to wait for one of them before the
-        next leaves would only idle. This rank alone may find that: collectives are the same either way. Nodes of units
-        below count too, which a compiled block has none of.
+        Then all gradients appear together, so nothing computes beside their chunks, and a chunk that waits for an
+        earlier one would only idle. Ranks may decide differently, because collectives are the same either way. Nodes of
+        units below count as well; a compiled block has no such units.
         """
         self._at_once = nodes < len(self._current_plan().reduced)
 
@@ -156,7 +157,7 @@ class GroupGradients:
         )
 
     def watch_all(self) -> None:
-        """Notice every gradient from now on, also in a backward that does not enter by the module's outputs."""
+        """Hook all gradients, so that a backward is noticed even if it does not enter through the module's outputs."""
         store = self._store
         if self._watched == (store.generation, store.revision):
             return
@@ -167,21 +168,18 @@ class GroupGradients:
     def _expected(self) -> set[int] | None:
         expected = set()
         for i in self._computed():
-            full = self._store.params[i].full  # None on a rank that has never used the unit
+            full = self._store.params[i].full  # None if this rank has never used the unit
             if full is not None and will_accumulate(full):
                 expected.add(i)
-        return expected or None  # without a gradient here nothing would call ``end``
+        return expected or None  # an empty set would never call ``end``
 
     def _computed(self) -> list[int]:
-        """Return the parameters of the plan whose gradients autograd computes.
-
-        The others were frozen while a gradient of theirs was still to be reduced.
-        """
+        """Return the parameters of the plan that train. Others were frozen while a gradient was still to be reduced."""
         return [i for i in self._current_plan().reduced if self._store.params[i].requires_grad]
 
     @staticmethod
     def _arrives(gradients: weakref.ref[GroupGradients], i: int, full: torch.Tensor) -> None:
-        """Send what can leave now that autograd has finished gradient ``i``; stage 7 of the life of a parameter."""
+        """Launch the chunks that gradient ``i``, just finished, completes; stage 7 of the life of a parameter."""
         self = gradients()
         if self is None:
             return
@@ -192,22 +190,22 @@ class GroupGradients:
         self.comm.lanes.compute.catch_up()
         plan, memory = backward.plan, self.comm.reductions.memory
         if i not in plan.reduced:
-            return  # it was frozen since the forward: autograd calls hooks, but makes no gradient
+            return  # it was frozen after the forward: autograd calls its hooks, but makes no gradient
         if memory.packed and full.nbytes * _SMALL_PART >= self._store.full_bytes:
-            memory.drop_packed()  # of the unit before: compute has come far enough to have copied them
+            memory.drop_packed()  # of the previous unit: the pack lane has copied them beside this unit's compute
         if backward.gather_waits:
             backward.gather_waits.discard(i)
             if not backward.gather_waits:
-                self.comm.start_postponed()  # at the latest: backward may be done with the unit's inputs much later
-        if i in plan.streamed_in and self._store.options.reduce_gradients:  # chunks of the rest leave in reduce_rest
+                self.comm.start_postponed()  # now at the latest: backward may leave the unit much later
+        if i in plan.streamed_in and self._store.options.reduce_gradients:  # reduce_rest launches the other chunks
             chunks = backward.chunks_wait
             chunks[plan.streamed_in[i]].discard(i)
-            while backward.taken_up < len(chunks) and not chunks[backward.taken_up]:
-                backward.taken_up += 1
-                indices, first = plan.chunks.streamed[backward.taken_up - 1], backward.taken_up == 1
+            while backward.offered < len(chunks) and not chunks[backward.offered]:
+                backward.offered += 1
+                indices, first = plan.chunks.streamed[backward.offered - 1], backward.offered == 1
                 # If it is left for later, the gradients stay on the parameters, and reduce_rest sends them.
                 self._launch(plan, indices, backward.launch, "early", first=first)
-        # Not in a backward inside this one (reentrant checkpointing): this one may still add to that gradient.
+        # Not in a backward inside this one (reentrant checkpointing), which may still add to the gradient.
         if backward.end_waits is not None and graph_task_id() == backward.task:
             backward.end_waits.discard(i)
             if not backward.end_waits:
@@ -215,14 +213,14 @@ class GroupGradients:
                 backward.end()
 
     def note_end(self) -> None:
-        """Note that backward has ended: no unit follows beside which gradients could be copied."""
+        """Note that the whole backward has ended, so no unit follows beside which gradients could be copied."""
         if self._backward is not None:
             self._backward.final = True
 
     def reduce_rest(self, launch: Launch) -> None:
-        """Reduce every gradient that is there and has not left; that ends the backward through the group."""
+        """Reduce every gradient that was not reduced yet, and end the backward through the group."""
         backward, self._backward = self._backward, None
-        taken_up = set() if backward is None else backward.params_taken_up()
+        offered = set() if backward is None else backward.params_offered()
         finished: Finished = "early" if backward is None or backward.final else "last"
         params, unused = self._store.params, self._store.options.reduce_unused
         for param in params if unused else ():
@@ -234,11 +232,11 @@ class GroupGradients:
                 )
         there = have_gradients(params)
         if not unused and True not in there and not self.unreduced.sums:
-            self.unreduced.accumulated.clear()  # nothing was left, or it is gone
+            self.unreduced.accumulated.clear()  # no backward has left any, or somebody has dropped them
             return
-        plan, first, left = self._current_plan(), not taken_up, False
+        plan, first, left = self._current_plan(), not offered, False
         for chunk in plan.chunks.chunks:
-            present = [i for i in chunk if there[i] or (i not in taken_up and (unused or self._must_flush(i)))]
+            present = [i for i in chunk if there[i] or (i not in offered and (unused or self._must_flush(i)))]
             if present:
                 left |= not self._launch(plan, tuple(present), launch, finished, first=first)
                 first = False
@@ -246,7 +244,7 @@ class GroupGradients:
             self.unreduced.accumulated.clear()
 
     def complete(self, launch: Launch) -> None:
-        """Reduce what backwards left unreduced, over both axes."""
+        """Reduce over both axes the gradients that backwards have left unreduced."""
         self._completes = True
         try:
             self.reduce_rest(launch)
@@ -254,11 +252,11 @@ class GroupGradients:
             self._completes = False
 
     def will_come(self) -> bool:
-        """Return whether the backward that runs will finish a gradient of the group."""
+        """Return whether the running backward will finish a gradient of the group."""
         return self._plan is not None and bool(self._expected())
 
     def left_over(self) -> bool:
-        """Return whether autograd finished a gradient after the last reduction, which should have been part of it."""
+        """Return whether autograd has finished a gradient after the last reduction, too late to be part of it."""
         return self._store.options.reduce_gradients and True in have_gradients(self._store.params)
 
     def _must_flush(self, i: int) -> bool:
@@ -278,13 +276,13 @@ class GroupGradients:
                 param.expect_gradients(reduced=False, rounded=False)
 
     def zero(self, params: Collection[FSDPParam], *, set_to_none: bool) -> None:
-        """Drop the gradients of ``params``, or make those of shards zeros; drop those that are still to be reduced."""
+        """Drop the gradients of ``params``, unreduced ones too; without ``set_to_none``, zero those of shards."""
         self.unreduced.forget(params)
         for param in params:
             param.drop_gradient(to_zeros=not set_to_none)
 
     def reset(self) -> None:
-        """Drop all gradients, also those that were reduced: they may be of the iteration that failed."""
+        """Drop all gradients, reduced ones too: they may be those of the iteration that failed."""
         self.unreduced.forget(self._store.params)
         self._backward = self._expects_reduced = None
         for param in self._store.params:
@@ -295,24 +293,24 @@ class GroupGradients:
     def _launch(
         self, plan: GradientPlan, indices: tuple[int, ...], launch: Launch, finished: Finished, *, first: bool
     ) -> bool:
-        """Reduce the gradients of these parameters, in one collective of the pass if other ranks take part.
+        """Reduce the gradients of these parameters, in one collective of the pass if there are other ranks.
 
-        It is the ``first`` chunk of the group in this backward, or a later one. Returns False if other ranks come to it
-        later; then the gradients stay where they are.
+        It is the ``first`` chunk of the group in this backward, or a later one. Return False if other ranks launch it
+        later: then the gradients stay on the parameters.
         """
         store = self._store
         if self._at_once:
             finished = "together"
             if first:
                 self.comm.reductions.memory.make_room(store.full_bytes + store.reduce_bytes)
-        # Needed before these gradients are, and collectives run in the order of their launch.
+        # Collectives run in the order of their launch, and the gathered parameters are needed before these gradients.
         self.comm.start_postponed()
         reduce = partial(self._reduce, plan, indices, finished)
         if store.mesh.shard.size == store.mesh.replicate.size == 1:
             reduce()
             return True
         dtypes = plan.dtypes[indices[0]]
-        # Gradients that have accumulated are in the dtype of the sum, on every rank.
+        # On every rank, gradients that have accumulated have the dtype of the sum.
         part = indices if self.unreduced.accumulated or dtypes.wire == dtypes.reduce else (*indices, AS_COMPUTED)
         return launch(Collective("reduce", self._group, part), reduce)
 
@@ -328,7 +326,7 @@ class GroupGradients:
         if _trace.recording:
             _trace.emit("reduce", self._group, sum(grad.numel() for grad in grads) * reduction.reduce_dtype.itemsize)
         row = plan.row(indices)
-        if not row.numel:  # empty parameters: nothing to send, on any rank
+        if not row.numel:  # only empty parameters: no rank has anything to send
             deliver([torch.empty(p.spec.shard_shape, dtype=reduction.out_dtype, device=p.local.device) for p in params])
             return
         defer_or_reduce = self._defer_or_reduce(params, reduction) if store.mesh.replicate.size > 1 else None
@@ -341,9 +339,9 @@ class GroupGradients:
         self.comm.reductions.add(operation, nbytes, self._group)
 
     def _defer_or_reduce(self, params: list[FSDPParam], reduction: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:
-        """Return a function that adds earlier sums to those over the shard axis; it returns whether to all-reduce now.
+        """Return a function that adds earlier sums to those over the shard axis, and returns whether to all-reduce now.
 
-        Earlier ones may have been divided by something else, where a setter was called between micro-batches.
+        Earlier sums have another divisor if a setter was called between micro-batches.
         """
         all_reduce, divided, unreduced = self._all_reduces, reduction.divided_over_shards, self.unreduced
 

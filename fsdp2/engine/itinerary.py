@@ -1,8 +1,8 @@
 """The itinerary of a root: which groups its passes use, in which order. Lists and positions, no tensors.
 
 An ``Itinerary`` remembers the *routes* of earlier forwards by the kinds of the passes before them, so that training and
-evaluations, or two forwards that alternate, each find their own. It cannot drive a program in eager mode: it says what
-is probably used next, so that its gather can start ahead, and being wrong costs only overlap.
+evaluations, or two forwards that alternate, each find their own route. It predicts the next group, so that its gather
+can start ahead. A wrong prediction costs only overlap: nobody can know what an eager program does next.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["MOST_CONTEXTS", "BackwardRoute", "Context", "Contexts", "ForwardRout
 
 T = TypeVar("T")
 
-# Numbers of passes before that make a context, the longest known first; 32 are 16 micro-batches.
+# How many earlier passes make a context, the longest first; 32 passes are 16 micro-batches.
 _PASSES_BEFORE = (32, 16, 8, 4, 2, 1)
 MOST_CONTEXTS = 4096
-"""Known at a time: loops without a pattern make ever new ones. Who has more forgets all, and learns them anew."""
+"""The most contexts to remember, since a loop without a pattern makes ever new ones. Beyond it, all are forgotten."""
 _MOST_CALLS = 1 << 16
-"""Of recorded calls: forwards with gradients that no backward follows would add to them for ever."""
+"""The most calls to record, since forwards with gradients that no backward follows add calls for ever."""
 
 
 Context = tuple[Hashable, ...]
@@ -28,7 +28,7 @@ Context = tuple[Hashable, ...]
 
 
 class Contexts:
-    """The kinds of the latest passes, by which what one pass did is found again in the next one like it."""
+    """The kinds of the latest passes: the keys under which the records of a pass are found by the next one like it."""
 
     def __init__(self) -> None:
         self._before: Context = ()  # empty at the start, and after a pass was aborted
@@ -43,7 +43,7 @@ class Contexts:
         return [self._before[-n:] for n in _PASSES_BEFORE if n <= len(self._before)]
 
     def of(self, kind: Hashable) -> list[Context]:
-        """Return the contexts of a pass of ``kind`` that starts now, the most telling one first."""
+        """Return the contexts of a pass of ``kind`` that starts now, the longest first."""
         return [*((*before, kind) for before in self.lately()), (kind,)]
 
     def add(self, kind: Hashable) -> None:
@@ -59,11 +59,11 @@ class Stop(NamedTuple):
     """One use of a group in a forward."""
 
     group: Any
-    # Without gradients inside a forward with gradients, and not after a use with them, as momentum teachers run: the
-    # forward often updates such a group's shards first, in ways that no version counter shows. In an evaluation: a stop
-    # of a group that the last training forward used so.
+    # A use without gradients inside a forward with gradients, before any use with them: that is how momentum teachers
+    # run, whose shards the forward often updates first, in ways that no version counter shows. In an evaluation: a use
+    # of a group that had such stops in the last training forward.
     quiet: bool = False
-    late: bool = False  # its shards were written after its gather had started ahead
+    late: bool = False  # its shards were written after its gather had been started ahead
 
 
 class _Trip(Generic[T]):
@@ -72,15 +72,15 @@ class _Trip(Generic[T]):
     def __init__(self, stops: list[Stop], ended_with: T | None) -> None:
         self.stops = stops
         self.ended_with = ended_with  # the last group that the forward freed, or would have freed
-        self.needed_first: T | None = None  # the group that a backward needed first which followed the forward
-        # Groups whose shards may be written, in this forward and others, before it uses them.
+        self.needed_first: T | None = None  # the first group that the backward after it needed
+        # Groups whose shards a forward like it may write before it uses them.
         self.late = {id(stop.group) for stop in stops if stop.quiet or stop.late}
 
 
 class ForwardRoute(Generic[T]):
-    """The stops of the forward that runs; as long as they are those of the last one like it, the next one is known.
+    """The stops of the running forward. While they equal those of the last forward like it, they tell the next one.
 
-    A forward that goes another way gets no more advice.
+    A forward that deviates gets no more advice.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ForwardRoute(Generic[T]):
     ) -> None:
         """``known`` is the last forward like it, ``trained`` the last one with gradients.
 
-        Forwards in the same ``contexts`` will be like it.
+        Later forwards in one of its ``contexts`` are like it.
         """
         self.stops: list[Stop] = []
         self.contexts = contexts
@@ -104,7 +104,7 @@ class ForwardRoute(Generic[T]):
 
     @property
     def repeats(self) -> bool:
-        """True if the forward made the very stops that were expected."""
+        """True if the forward made exactly the expected stops."""
         known = [] if self.known is None else self.known.stops
         if len(known) != len(self.stops):
             return False
@@ -121,7 +121,7 @@ class ForwardRoute(Generic[T]):
         return id(group) in self._late
 
     def visit(self, group: T, *, quiet: bool = False, late: bool = False) -> T | None:
-        """Note that ``group`` runs now; return the group whose gather can start ahead, or None."""
+        """Note a stop at ``group``; return the group whose gather can start ahead, or None."""
         position, ahead = len(self.stops), self._ahead
         if not quiet:
             self._loud.add(id(group))
@@ -130,7 +130,7 @@ class ForwardRoute(Generic[T]):
             self._ahead = []
             return None
         following = ahead[position + 1] if position + 1 < len(ahead) else None
-        # Before the first of several quiet stops their weights may be updated; between them nothing is.
+        # Weights may be updated before the first of several quiet stops, but not between them.
         if following is None or following.late or (following.quiet and not quiet):
             return None
         return following.group
@@ -150,8 +150,7 @@ class Itinerary(Generic[T]):
     def begin(self, kind: str, *, alone: bool = False, in_method: bool = False) -> ForwardRoute[T]:
         """Begin a forward of ``kind``, and return its route.
 
-        Other ranks know nothing of a forward that this rank runs ``alone``: what is expected of others must not depend
-        on it.
+        Other ranks know nothing of a forward that this rank runs ``alone``, so later forwards must not depend on it.
         """
         contexts = self._contexts.of((kind, in_method))
         known = next((self._known[context] for context in contexts if context in self._known), None)
@@ -178,7 +177,7 @@ class Itinerary(Generic[T]):
             return
         # Equal routes share one list, so that a repeated iteration takes no memory.
         trip = _Trip(route.known.stops if route.known is not None and route.repeats else route.stops, ended_with)
-        trip.needed_first = route.needed_first  # until a backward shows that
+        trip.needed_first = route.needed_first  # as before, until a backward shows it
         if not route.contexts:
             self._alone[kind] = trip
             return
@@ -191,9 +190,9 @@ class Itinerary(Generic[T]):
             self._latest_trained = trip
 
     def begin_backward(self, *, first_stays: bool) -> None:
-        """Begin a backward; with ``first_stays``, forwards like the last ones leave for it what it needs first.
+        """Begin a backward. With ``first_stays``, forwards like the last ones keep the group that it needs first.
 
-        It is noted here and not at the end of the forward, because no backward follows that of a frozen teacher.
+        This is noted here, not at the end of the forward: no backward follows the forward of a frozen teacher.
         """
         self._contexts.add("backward")
         for trip in self._trained:
@@ -201,31 +200,31 @@ class Itinerary(Generic[T]):
         self._trained.clear()
 
     def break_off(self) -> None:
-        """Note that a forward was aborted, perhaps on this rank alone."""
+        """Note that a forward was aborted, perhaps only on this rank."""
         self._contexts.clear()
 
     def forget(self) -> None:
-        """Forget everything: the groups are others now, or ranks were reset."""
+        """Forget everything: the groups were replaced, or ranks were reset."""
         self.__init__()  # type: ignore[misc]
 
 
 class BackwardRoute(Generic[T]):
-    """The forward calls whose backward is to come; backward meets them in reverse."""
+    """The forward calls whose backward is still to come; backward visits them in reverse."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[T, int]] = []
-        self._positions: dict[int, list[int]] = {}
+        self._calls: list[tuple[T, int]] = []  # groups, and the numbers of their forwards
+        self._positions: dict[int, list[int]] = {}  # by id of a group: its calls that no backward has visited
 
     def record(self, group: T, forward: int) -> None:
-        """Note one call of ``group`` in the forward of this number."""
-        if len(self._calls) == _MOST_CALLS:  # start anew: what comes next is advice
+        """Note a call of ``group`` in the forward of this number."""
+        if len(self._calls) == _MOST_CALLS:  # start again: nothing but advice is lost
             self._calls.clear()
             self._positions.clear()
         self._positions.setdefault(id(group), []).append(len(self._calls))
         self._calls.append((group, forward))
 
     def expects(self, group: T) -> bool:
-        """Return whether there are calls of ``group`` to which no backward has come."""
+        """Return whether there are calls of ``group`` that no backward has visited."""
         return bool(self._positions.get(id(group)))
 
     def visit(self, group: T) -> T | None:
@@ -237,9 +236,9 @@ class BackwardRoute(Generic[T]):
         if position == 0:
             return None
         before, forward = self._calls[position - 1]
-        # Calls stay recorded until the last backward on them. If an earlier backward met that call, it is needed again
-        # by another backward on the same forward (of two losses), but not after the backward of the next forward. A
-        # call that is still among the positions has met no backward yet.
+        # Calls stay recorded until the last backward on them. If an earlier backward has visited the call before,
+        # another backward on the same forward (of two losses) needs it again, but the backward of a later forward does
+        # not. A call whose position is still recorded has not been visited.
         if forward == self._calls[position][1] or position - 1 in self._positions[id(before)]:
             return before
         return None

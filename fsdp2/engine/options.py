@@ -1,4 +1,4 @@
-"""Every knob of a group, validated once and frozen; a setter is one ``dataclasses.replace``."""
+"""All settings of a group, validated once and frozen; a setter is one ``dataclasses.replace``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ALIKE = attrgetter(*_ALIKE_NAMES)
 
 
 class Formatting(NamedTuple):
-    """What chooses the formats of parameters in gathers, and of gradients on each axis; None: sent as they are."""
+    """Functions that choose formats: of parameters in gathers, of gradients on each axis; None: sent as they are."""
 
     gather: FormatOf | None = None
     reduce: FormatOf | None = None
@@ -37,13 +37,13 @@ class Formatting(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """The settings of one group, by ``fully_shard`` and by setters.
+    """The settings of one group, made by ``fully_shard`` and by setters.
 
-    With ``reshard_after_forward`` None, every unit but the root frees after forward; backward needs the root first.
-    ``divide_factor`` None means the number of data-parallel ranks. ``may_accumulate``: somebody has said whether
-    backwards reduce, so any rank may have gradients of several micro-batches, summed in the dtype of the reduction.
-    ``reduce_inputs`` is how many chunks of gradients may be in flight; None leaves it to the backend. ``compression``
-    is beside ``all_gather`` and ``reduce_scatter``, which may choose formats themselves: see ``formatting``.
+    With ``reshard_after_forward=None``, every unit except the root frees its parameters after forward: backward needs
+    the root first. ``divide_factor=None`` means the number of data-parallel ranks. ``may_accumulate`` is set once a
+    setter said whether backwards reduce: then any rank may have gradients of several micro-batches, summed in the dtype
+    of the reduction. ``reduce_inputs`` is the number of chunks of gradients that may be in flight; None: the backend's
+    default. ``all_gather`` and ``reduce_scatter`` may choose formats in place of ``compression``: see ``formatting``.
     """
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -69,12 +69,12 @@ class GroupOptions:
 
     @property
     def gathering(self) -> tuple[object, ...]:
-        """The settings that decide how shards lie in memory, because they are sent from there."""
+        """The settings that determine the layout of shards in memory, because they are sent from there."""
         return self.sizes, self.all_gather, self.formatting
 
     @property
     def formatting(self) -> Formatting:
-        """What chooses formats: the custom collectives that have a method for it, otherwise ``compression``."""
+        """The functions that choose formats: methods of the custom collectives, otherwise ``compression``."""
         if self.all_gather is None and self.reduce_scatter is None:
             return self.compression
         gather, reduce, replicate = self.compression
@@ -86,24 +86,24 @@ class GroupOptions:
 
     @property
     def gather(self) -> AllGather | None:
-        """The custom collective that gathers; one that only chooses formats leaves that to fsdp2."""
+        """The custom collective that gathers; None if fsdp2 gathers, in formats that ``all_gather`` may choose."""
         return self.all_gather if callable(self.all_gather) else None
 
     @property
     def scatter(self) -> ReduceScatter | None:
-        """The custom collective that reduces gradients that have no format."""
+        """The custom collective that reduces gradients without a format; None if fsdp2 reduces them."""
         return self.reduce_scatter if callable(self.reduce_scatter) else None
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """The settings that must be equal on all ranks, since they decide what is sent and are part of no collective.
+        """The settings that ranks compare: they decide what is sent, and no collective contains them.
 
-        ``divide_factor`` must be equal too, but may change with the tokens of every batch, so it is not compared.
+        ``divide_factor`` must be equal too, but it may change with every batch, so it is not compared.
         """
         return _ALIKE(self)
 
     def describe_alike(self) -> str:
-        """Return the settings that must be equal, and ``divide_factor``, in words where they are not the default."""
+        """Describe those settings that must be equal on all ranks (``divide_factor`` too) and are not the default."""
         default = GroupOptions()
         found = []
         for name in ("divide_factor", *_ALIKE_NAMES):
@@ -113,10 +113,10 @@ class GroupOptions:
 
     @property
     def chunk_sizes(self) -> TransferSizes:
-        """The sizes that chunks of gradients follow.
+        """The transfer sizes for gradients.
 
-        A hook sees all gradients of the group at once, which is torch's contract. Symmetric memory is set up by all
-        ranks for each new address, so there is one buffer per group.
+        An all-reduce hook gets all gradients of the group at once, which is torch's contract. All ranks set up
+        symmetric memory together for each new address, so there is one buffer per group. Both need a single chunk.
         """
         at_once = self.all_reduce_hook is not None or self._symmetric
         return replace(self.sizes, chunk_bytes=NO_LIMIT) if at_once else self.sizes
@@ -166,5 +166,5 @@ class GroupOptions:
 
 
 def _name(value: object) -> str:
-    """Return the name of a function or of an object's class: the same on every rank, where addresses are not."""
+    """Return the name of a function or of an object's class. It is equal on all ranks; a repr may have an address."""
     return getattr(value, "__qualname__", type(value).__qualname__)

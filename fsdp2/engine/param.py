@@ -1,4 +1,4 @@
-"""One managed parameter: its shard, its full tensor, which of them the module shows, and where its gradient is.
+"""One managed parameter: its shard, its full tensor, which of them its modules show, and its gradient.
 
 The only file that writes ``.grad``. Functions here take lists, since a step goes through thousands of parameters.
 """
@@ -95,7 +95,7 @@ def is_managed_tensor(value: object) -> bool:
 
 
 def is_temporary(value: object) -> bool:
-    """Return whether ``value`` is shown while its group is in use; the reduced gradient is on the shard, not on it."""
+    """Return whether ``value`` is shown only while its group is in use; the shard has the reduced gradient."""
     return getattr(value, "_fsdp2_temporary", False)
 
 
@@ -105,7 +105,7 @@ def is_summoned(value: object) -> bool:
 
 
 def lend_gradient(lent: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Make ``grad`` the gradient of ``lent``, a plain tensor that stands for a parameter; None takes it away."""
+    """Make ``grad`` the gradient of ``lent``, a plain tensor shown for a parameter; None removes the gradient."""
     if grad is not None and lent.grad_dtype not in (None, grad.dtype):
         lent.grad_dtype = grad.dtype
     lent.grad = grad
@@ -123,16 +123,16 @@ def copy_of(local: torch.Tensor) -> torch.Tensor:
     local = local.detach()
     if type(local) is torch.Tensor or not hasattr(local, "fsdp_pre_all_gather"):
         return local.clone()
-    copied = local.new_zeros(local.shape)  # not clone: NF4's quantizes anew, with other blocks
-    copied.copy_(local)  # a line of its own: NF4's copy_ returns None
+    copied = local.new_zeros(local.shape)  # not clone: NF4's quantizes again, with other blocks
+    copied.copy_(local)  # a separate statement: NF4's copy_ returns None
     return copied
 
 
 def parameter_of(shard: DTensor, *, requires_grad: bool) -> nn.Parameter:
-    """Make ``shard``, a new DTensor that nobody else has, a parameter.
+    """Turn ``shard``, a new DTensor that nobody else has, into a parameter.
 
-    ``nn.Parameter`` would make an alias of the local tensor, with an equal spec from torch's cache, which may hold an
-    equal mesh that somebody else made; and it would take a third of the time of ``fully_shard``.
+    ``nn.Parameter`` would make an alias of the local tensor, with an equal spec from DTensor's cache, which may hold an
+    equal mesh that somebody else made. It would also take a third of the time of ``fully_shard``.
     """
     return as_parameter(shard, requires_grad=requires_grad)
 
@@ -140,7 +140,7 @@ def parameter_of(shard: DTensor, *, requires_grad: bool) -> nn.Parameter:
 def lie_in(params: Iterable[FSDPParam], pieces: Iterable[torch.Tensor], storages: list[int] | None = None) -> bool:
     """Return whether the shards' local tensors still are these ``pieces``, and their DTensors have these ``storages``.
 
-    It is one pass in C over what may be thousands.
+    It iterates in C, since there may be thousands.
     """
     shards = [param.sharded for param in params]
     same = all(map(is_, map(local_tensor, shards), pieces))
@@ -148,7 +148,7 @@ def lie_in(params: Iterable[FSDPParam], pieces: Iterable[torch.Tensor], storages
 
 
 def storages_of_shards(params: Iterable[FSDPParam]) -> list[int]:
-    """Return a number for each shard's storage, the only thing that changes when somebody assigns its ``.data``."""
+    """Return a number for each shard's storage: nothing else shows that somebody has assigned its ``.data``."""
     return storages_of([param.sharded for param in params])
 
 
@@ -159,14 +159,14 @@ def writes_to_shards(params: Iterable[FSDPParam]) -> int:
 
 
 def shows(params: Iterable[FSDPParam], which: Shown) -> bool:
-    """Return whether the modules show these tensors; somebody may have registered others (functional_call does)."""
+    """Return whether the modules show these tensors; others may be registered there (functional_call does that)."""
     return all([param.sites[0].shown is param.tensor(which) for param in params])
 
 
 def show(params: list[FSDPParam], which: Shown, *, over_others: bool = False) -> bool:
     """Make the modules show one of the tensors of each parameter; return whether requires_grad of any changed.
 
-    What somebody else has put on a module stays there, except with ``over_others``.
+    A tensor that somebody else has put on a module stays there, except with ``over_others``.
     """
     changed = False
     for param in params:
@@ -181,28 +181,28 @@ def show(params: list[FSDPParam], which: Shown, *, over_others: bool = False) ->
         shown = sharded if which == "sharded" else full if which == "full" else piece
         for site in param.sites:
             shown_by = site.module._parameters
-            there = shown_by[site.name] if site.name in shown_by else None  # noqa: SIM401  (a call less, for each site)
+            there = shown_by[site.name] if site.name in shown_by else None  # noqa: SIM401  (saves a call per site)
             if there is shown:
                 continue
             if there is not sharded and there is not full and there is not piece and there is not None:
                 if not over_others and not is_summoned(there):
-                    continue  # somebody put it there: the next who reads the parameter takes it in
+                    continue  # the next reconcile takes it in as the shard
             if param.direct_sites:
                 shown_by[site.name] = shown
             else:
-                site.show(shown)  # type: ignore[arg-type]  # it was made there
+                site.show(shown)  # type: ignore[arg-type]  # the caller has made it
     return changed
 
 
 def have_gradients(params: Iterable[FSDPParam]) -> list[bool]:
-    """Return for each of ``params`` whether its full parameter has a gradient, which was not reduced yet."""
+    """Return for each of ``params`` whether its full parameter has a gradient, which is still to be reduced."""
     return [param.full is not None and param.full.grad is not None for param in params]
 
 
 def take_gradients(params: list[FSDPParam], device: torch.device) -> list[torch.Tensor]:
     """Return the full gradients and drop them from the parameters, so that the caller decides how long they live.
 
-    Zeros on ``device`` for a parameter that took no part on this rank, as it did on others.
+    A parameter without a gradient gets zeros on ``device``: it took part in the backward on other ranks.
 
     Raises:
         NotImplementedError: one is sparse.
@@ -217,7 +217,7 @@ def take_gradients(params: list[FSDPParam], device: torch.device) -> list[torch.
             full.grad = None
             if type(grad) is not torch.Tensor:
                 grad = arrived(param.spec.unwrap_gradient(arrived(grad)))
-            if grad.requires_grad:  # create_graph: the reduced gradient is a value all the same
+            if grad.requires_grad:  # create_graph: the reduction is not differentiated
                 grad = grad.detach()
             if grad.layout is not torch.strided:
                 raise NotImplementedError(
@@ -257,7 +257,7 @@ def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) ->
 def _check_placed_alike(
     params: list[FSDPParam], sharded: torch.Tensor, before: torch.Tensor, grad: torch.Tensor
 ) -> None:
-    """Raise RuntimeError where the caller has made ``.grad`` a DTensor that is not cut as its parameter is."""
+    """Raise RuntimeError if somebody has made ``.grad`` a DTensor that is not placed as its parameter."""
     if isinstance(before, DTensor) and before.placements != grad.placements:  # type: ignore[attr-defined]
         name = next(param.name for param in params if param.sharded is sharded)
         raise RuntimeError(
@@ -267,7 +267,7 @@ def _check_placed_alike(
 
 
 def proxy(param: FSDPParam, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
-    """Return a plain parameter of ``value`` itself that looks like ``param``, for modules to show for a while."""
+    """Return a plain parameter of ``value`` itself with the attributes of ``param``, for modules to show it."""
     shown = nn.Parameter(value, requires_grad=param.requires_grad)
     shown.__dict__.update(param.attributes, _fsdp2_managed=True)
     lend_gradient(shown, grad)
@@ -298,7 +298,8 @@ class FSDPParam:
         self.attributes = python_attributes(original)
         self.hooks = gradient_hook_tables(original)
         self.sharded: nn.Parameter | None = None
-        # Its own shard, while modules show another, perhaps for one call. It is weak: who ends that call keeps it.
+        # The parameter's own shard, if modules show another, perhaps for one call. Weak: whoever ends that call, to put
+        # it back, keeps it alive.
         self._before: weakref.ref[nn.Parameter] | None = None
         self.full: nn.Parameter | None = None
         self._place: torch.Tensor | None = None  # where gathers write the full parameter: a view of the full buffer
@@ -337,12 +338,12 @@ class FSDPParam:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """The dtype its gradients accumulate and are summed in; None for whichever they have."""
+        """The dtype in which its gradients are accumulated and summed; None: the one that they have."""
         return reduce_dtype(self.dtype, self.policy, self.grad_dtype)
 
     @property
     def out_dtype(self) -> torch.dtype | None:
-        """The dtype of its reduced gradient; None for the one it was reduced in."""
+        """The dtype of its reduced gradient; None: the one in which it was reduced."""
         return self.grad_dtype[0] if self.grad_dtype else self.dtype
 
     @property
@@ -367,10 +368,10 @@ class FSDPParam:
 
     @property
     def data(self) -> torch.Tensor | None:
-        """The plain tensor that has the elements of this rank's piece.
+        """The plain tensor with the elements of this rank's piece.
 
-        A tensor subclass with an all-gather extension keeps them in a tensor inside itself. None if it has not exactly
-        one such tensor of the same shape and dtype.
+        A tensor subclass with an all-gather extension keeps them in an inner tensor. None if it does not have exactly
+        one inner tensor, of the same shape and dtype.
         """
         local = self.local
         if not hasattr(local, "__tensor_flatten__"):
@@ -391,7 +392,7 @@ class FSDPParam:
         data.copy_(self.spec.cut(value))
         if full and self.full is not None:
             plain = local_tensor(self.full) if self.spec.full is not None else self.full
-            plain.data.copy_(value)  # a version counter of its own: graphs that saved the parameter stay usable
+            plain.data.copy_(value)  # .data has another version counter: graphs that saved the parameter stay usable
 
     def reclaim_full(self) -> None:
         """Point the full parameter at the memory that gathers write to, if somebody assigned its ``.data``."""
@@ -406,7 +407,7 @@ class FSDPParam:
         return statistics_dtype(self.module) is not None
 
     def follow_statistics(self) -> bool:
-        """Compute in the dtype that a batch norm's running statistics now have; return whether that is another."""
+        """Compute in the dtype that a batch norm's running statistics have now; return whether it has changed."""
         dtype = statistics_dtype(self.module)
         if dtype is None or self.policy.param_dtype in (None, dtype):
             return False
@@ -436,7 +437,7 @@ class FSDPParam:
 
     @property
     def own(self) -> nn.Parameter | None:
-        """The shard that is the parameter's if the modules show another for one call only, else the shard."""
+        """The parameter's own shard: ``sharded``, unless the modules show another one for a single call."""
         before = None if self._before is None else self._before()
         return self.sharded if before is None else before
 
@@ -445,11 +446,11 @@ class FSDPParam:
         return id(self.sharded) in shard_ids or id(self.own) in shard_ids
 
     def adopt_shard(self, sharded: nn.Parameter, *, lasting: bool = False) -> None:
-        """Take ``sharded``, found on the module, as the shard: ``_apply``, assignment or loading put it there.
+        """Take ``sharded``, which the module shows, as the shard: ``_apply``, assignment or loading put it there.
 
-        The shard before gets memory of its own, because its place in the flat buffer is for the new one now:
-        ``functional_call`` registers other values for one forward and then puts the old shard back, with its value.
-        Unless the new one is known to be ``lasting``, the old one is remembered as long as somebody keeps it.
+        The old shard gets other memory, because its place in the flat buffer is now that of the new one. It must keep
+        its value: ``functional_call`` registers other values for one forward and then puts the old shard back. Unless
+        the new one is known to be ``lasting``, the old one is remembered as long as somebody keeps it alive.
         """
         own = self.own
         if self.sharded is not None and self.sharded is not sharded:
@@ -508,13 +509,13 @@ class FSDPParam:
         self._place, full = full, self.spec.wrap_full(full)
         self.full = nn.Parameter(full, requires_grad=self.requires_grad)
         self.full.__dict__.update(self.attributes, _fsdp2_managed=True, _fsdp2_temporary=True)
-        if unreduced is not None:  # gradients of backwards that did not reduce go over to the new tensor, in any dtype
+        if unreduced is not None:  # gradients of backwards that did not reduce move to the new tensor, in any dtype
             self.full.grad_dtype, self.full.grad = None, unreduced
 
     # ---- what the module shows ----
 
     def sync_requires_grad(self) -> bool:
-        """Carry a change of requires_grad to the other tensors of the parameter; return whether there was one."""
+        """Copy a change of requires_grad to the other tensors of the parameter; return whether there was one."""
         before = self.requires_grad
         shown = (self.sharded, self.full, self.subgroup)
         if all(tensor is None or tensor.requires_grad == before for tensor in shown):
@@ -528,11 +529,11 @@ class FSDPParam:
     # ---- gradients ----
 
     def expect_gradients(self, *, reduced: bool, rounded: bool) -> None:
-        """Set the dtype that autograd gives gradients, which are ``reduced`` after this backward or accumulate.
+        """Set the dtype in which autograd makes gradients, which are ``reduced`` after this backward, or accumulate.
 
-        Gradients that are reduced need no cast, because the sum casts them. Where they are sent as computed, so that
-        all ranks must have them in one dtype, they are ``rounded`` to the dtype of computation. Gradients that
-        accumulate do so in the reduce dtype.
+        Gradients that are reduced need no cast, because the sum casts them. If they are sent as computed, all ranks
+        must have them in one dtype, so they are ``rounded`` to the dtype of computation. Gradients that accumulate do
+        so in the reduce dtype.
         """
         full, dtype = self.full, self.reduce_dtype
         if full is None:
@@ -563,11 +564,11 @@ class FSDPParam:
                 tensor.grad = tensor.grad.detach().zero_() if zeros else None  # type: ignore[union-attr]  # there is one
 
     def withhold_gradient(self) -> torch.Tensor | None:
-        """Take a reduced gradient with a dtype of its own off the shard, so that casts of the shard do not cast it."""
+        """Take a reduced gradient with an explicit dtype off the shard, so that casts of the shard spare it."""
         self.follow_grad_dtype()
         assert self.sharded is not None
         grad = self.sharded.grad
-        if self.grad_dtype in ((), (None,)) or grad is None:  # any dtype is none of its own
+        if self.grad_dtype in ((), (None,)) or grad is None:  # (None,) allows any dtype, so a cast does no harm
             return None
         self.sharded.grad = None
         return grad

@@ -16,22 +16,22 @@ class Phase(IntEnum):
     REDUCED = 3
 
 
-# What each hook of a group makes of its phase. A hook that is called in another phase is a defect of ours, or follows
-# an error after which ``reset_iter_state`` was not called. What is refused: a forward that begins inside the group's
-# own backward (a recomputation does not come here), one that ends inside or after it, and the end of a backward that
-# has not reduced.
+# For each hook of a group: the phases in which it may be called, and the phase after it. A hook in any other phase is a
+# defect of ours, or follows an error after which ``reset_iter_state`` was not called. So these are refused: a forward
+# that begins inside the group's own backward (a recomputation does not call this hook), a forward that ends inside or
+# after it, and the end of a backward that has not reduced.
 _NEXT = {
     "pre_forward": {
         Phase.IDLE: Phase.FORWARD,
         Phase.FORWARD: Phase.FORWARD,  # several calls of the module, or the modules of a grouped call
         Phase.REDUCED: Phase.FORWARD,  # recomputed for another use after the first one's gradients left
     },
-    "post_forward": {Phase.FORWARD: Phase.IDLE, Phase.IDLE: Phase.IDLE},  # the second: reset_iter_state ran in it
+    "post_forward": {Phase.FORWARD: Phase.IDLE, Phase.IDLE: Phase.IDLE},  # IDLE: the forward called reset_iter_state
     "pre_backward": {
         Phase.IDLE: Phase.BACKWARD,
-        Phase.BACKWARD: Phase.BACKWARD,  # one of several outputs, or calls, after the first
-        Phase.REDUCED: Phase.BACKWARD,  # its gradients left, and backward comes to another call
-        Phase.FORWARD: Phase.BACKWARD,  # a backward inside a forward; a grouped call recomputed in part
+        Phase.BACKWARD: Phase.BACKWARD,  # a further one of several outputs or calls
+        Phase.REDUCED: Phase.BACKWARD,  # its gradients have left, and backward reaches another call
+        Phase.FORWARD: Phase.BACKWARD,  # a backward inside a forward; a grouped call that was recomputed in part
     },
     "post_backward": {
         Phase.BACKWARD: Phase.REDUCED,
@@ -39,7 +39,7 @@ _NEXT = {
         Phase.IDLE: Phase.REDUCED,  # unused in this backward
         Phase.REDUCED: Phase.REDUCED,
     },
-    "defer_backward": dict.fromkeys(Phase, Phase.IDLE),  # the rest waits for finalize_backward
+    "defer_backward": dict.fromkeys(Phase, Phase.IDLE),  # finalize_backward will reduce
     "end_backward": {Phase.REDUCED: Phase.IDLE, Phase.IDLE: Phase.IDLE},
 }
 
@@ -54,7 +54,7 @@ class PhaseTracker:
         self.phase = Phase.IDLE
 
     def enter(self, hook: str) -> bool:
-        """Change the phase as ``hook`` asks; return whether that was a change.
+        """Change the phase as ``hook`` does; return whether it is another one now.
 
         Raises:
             RuntimeError: ``hook`` is not allowed in the present phase.
@@ -81,5 +81,5 @@ class PhaseTracker:
         return self.phase is Phase.BACKWARD
 
     def reset(self) -> None:
-        """Return to IDLE from anywhere (recovery)."""
+        """Return to IDLE from any phase, after an error."""
         self.phase = Phase.IDLE

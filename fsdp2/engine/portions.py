@@ -50,13 +50,13 @@ class Portions:
         self.plan = plan_flat(gathered, sizes, coalesced=mesh.shard.coalesces)
         with lane.after():
             self._memory = Buffer(self.plan.shard_bytes, mesh.device)
-            self._memory.bytes.zero_()  # what lies between portions is encoded with them, so it must be numbers
+            self._memory.bytes.zero_()  # gaps between portions are encoded with them, so they must contain numbers
             offsets = replace(plan, full_offset=self.plan.shard_offset, full_bytes=self.plan.shard_bytes)
             self.gather = GatherBuffers(items, offsets, shards, self._memory)
         self.arriving: Gathering | None = None
-        self.filled = False  # a gather has written them, or is writing them; a backward needs no more than that
-        self.stamp: Stamp | None = None  # of the shards as gathered; without it a forward gathers anew
-        self.lasting = False  # they outlive the pass that gathered them
+        self.filled = False  # a gather has written the portions, or is writing them, which is enough for a backward
+        self.stamp: Stamp | None = None  # of the shards that they were gathered from; if None, a forward gathers again
+        self.lasting = False  # they outlive the pass that has gathered them
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -65,20 +65,20 @@ class Portions:
 
     @property
     def outdated(self) -> bool:
-        """True if a forward must gather them anew."""
+        """True if a forward must gather them again."""
         return self.stamp is None or self.stamp.changed
 
     def start(self, lanes: Lanes, replicate: Axis, copies: HostCopies, stamp: Stamp) -> None:
-        """Start gathering them over ``replicate``, from shards which have this ``stamp``."""
-        self.let_read(lanes.gather)  # those of a forward that broke off
+        """Start gathering them over ``replicate``, from shards with this ``stamp``."""
+        self.let_read(lanes.gather)  # end the gather of a forward that was aborted
         self.forget()
-        self.filled = False  # until the gather was started
+        self.filled = False  # in case starting the gather raises
         lanes.replicate.wait(lanes.gather)  # which waits for shards, and may still read what these portions overwrite
         self.arriving = start_gather(self.gather, replicate, copies, lane=lanes.replicate)
         self.filled, self.stamp = True, stamp
 
     def let_read(self, reader: Lane | ComputeLane) -> None:
-        """Let ``reader`` read portions that are on their way."""
+        """Let ``reader`` read portions that are being gathered."""
         if self.arriving is not None:
             finish_gather(self.arriving, reader)
             self.arriving = None
@@ -90,7 +90,7 @@ class Portions:
         evaluation has gathered are not used again: shards may be written through ``to_local()`` between two
         evaluations, and a rank without elements would not see that.
         """
-        if self.arriving is not None:  # no unit used them, and compute may write the shards next
+        if self.arriving is not None:  # no unit used them: compute may write shards next, and has not waited
             event = self.arriving.event
             self.let_read(lanes.gather)
             lanes.compute.wait(event)
@@ -98,16 +98,16 @@ class Portions:
         self.forget_unless_lasting()
 
     def forget_unless_lasting(self) -> None:
-        """Forget portions of a pass that is over, or that did not come to its end."""
+        """Forget portions of a pass that is over or was aborted."""
         if not self.lasting:
             self.forget()
 
     def forget(self) -> None:
-        """Let the next forward gather anew."""
+        """Let the next forward gather again."""
         self.stamp, self.lasting = None, False
 
     def reset(self, lanes: Lanes) -> None:
-        """Have none, in whatever state an error left them; the ranks may have broken off at different gathers."""
+        """Forget all portions after an error; the ranks may have stopped at different gathers."""
         self.end_pass(lanes, keep=False)
         self.forget()
         self.filled = False

@@ -1,4 +1,4 @@
-"""Objects of one kind that are alive, for all threads of the process."""
+"""The live objects of one kind, for all threads of the process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A set of weak references. Another thread may add to it while one iterates, where a WeakSet raises."""
+    """A set of weak references. While a thread iterates over it, another may add to it; a WeakSet would raise then."""
 
     def __init__(self) -> None:
-        self.added = 0  # objects so far, also those that are freed
+        self.added = 0  # the number of objects so far, including those that were freed
         self._found: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[T]:
@@ -28,10 +28,10 @@ class Registry(Generic[T]):
         return len(self._found)
 
     def add(self, item: T) -> None:
-        """Add ``item``, until it is freed."""
+        """Add ``item``, which stays until it is freed."""
         self.added += id(item) not in self._found
         self._found[id(item)] = item
 
     def discard(self, item: T) -> None:
-        """Forget ``item``, if it is there."""
+        """Remove ``item`` if it is in the registry."""
         self._found.pop(id(item), None)

@@ -1,4 +1,4 @@
-"""Stamps: whether a group's shards are still those that something was made of."""
+"""Stamps: whether a group's shards have changed since something was made of them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _steps: deque[tuple[int, weakref.ref[torch.optim.Optimizer]]] = deque(maxlen=256
 
 
 class Stamp:
-    """The shards of one group at the moment when something was made of them that may be used later.
+    """The shards of one group when something was made of them that may be used later.
 
-    That is a gather ahead of its use, full parameters or pieces that outlive their pass, or portions. Whoever finds the
-    shards ``changed`` gathers anew. That starts a collective, so it must follow from facts that all ranks see alike:
-    steps of optimizers that hold one of the parameters, version counters of the DTensors, which every rank increments
-    (also one whose shard is empty), and parameters that were replaced. A write through ``to_local()`` shows in a
-    version counter of the local tensor, on every rank that has elements to write to. If one rank alone writes so, it
-    alone gathers, and the observer makes all ranks raise.
+    This may be a gather ahead of its use, full parameters or pieces that outlive their pass, or portions. If the shards
+    have ``changed``, they are gathered again. That starts a collective, so the answer must be the same on all ranks. It
+    follows from steps of optimizers that hold one of the parameters, from the version counters of the DTensors, which
+    every rank increments even if its shard is empty, and from replaced parameters. A write through ``to_local()``
+    increments the version counter of the local tensor, on every rank that has elements to write to. If one rank alone
+    writes in this way, it alone gathers, and the observer makes all ranks raise.
 
-    What no counter shows is a write through ``.data``, by ``torch._foreach_*``, or to the local tensor of a detached
-    DTensor (those of ``state_dict()`` excepted).
+    No counter shows a write through ``.data``, by ``torch._foreach_*``, or to the local tensor of a detached DTensor
+    (except for the DTensors of ``state_dict()``).
     """
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         self._params = params
         self._pieces = local_tensors([param.sharded for param in params])
         self._versions = self._current_versions()
-        self._steps = _count  # before it
+        self._steps = _count  # the number of the last step that is known not to concern these shards
 
     def _current_versions(self) -> list[int]:
         return versions_of([*[param.sharded for param in self._params], *self._pieces])
@@ -47,7 +47,7 @@ class Stamp:
             return False
         later = [optimizer() for number, optimizer in _steps if number > self._steps]
         if len(later) < _count - self._steps or None in later:
-            return True  # too many to remember, or an optimizer that is gone
+            return True  # some steps are forgotten, or their optimizer was freed: it may have held a shard
         mine = {id(param.sharded) for param in self._params}
         groups = [group for optimizer in later if optimizer is not None for group in optimizer.param_groups]
         if any(id(param) in mine for group in groups for param in group["params"]):
@@ -57,7 +57,7 @@ class Stamp:
 
     @property
     def changed(self) -> bool:
-        """Return whether the shards were written, or others are in their place."""
+        """True if the shards were written or replaced."""
         if self._was_stepped() or self._versions != self._current_versions():
             return True
         return not lie_in(self._params, self._pieces)

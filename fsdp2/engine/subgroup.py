@@ -17,9 +17,9 @@ __all__ = ["SubgroupShards"]
 
 
 class SubgroupShards:
-    """The parameters of one group, as computed with, cut over ``size`` neighbouring ranks: gathered from there again.
+    """A group's parameters in the dtype of computation, cut over ``size`` neighbours, to be gathered again from them.
 
-    The pieces are shown on the modules meanwhile, as DTensors on a mesh of (rest, ``size``).
+    Meanwhile the modules show the pieces, as DTensors on a mesh of (number of subgroups, ``size``).
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class SubgroupShards:
         self.params = params
         self.axis = Axis.of(regroup(mesh.mesh, size), 1)
         specs = [param.spec.on_subgroup(mesh, size) for param in params]
-        # What was decoded travels as it is: encoded again it would be another value than forward computed with.
+        # Without a format: encoded a second time, values could differ from those that forward computed with.
         items = [
             replace(item, layout=spec.layout, dtype=item.wire_dtype, form=None)
             for item, spec in zip(gather.items, specs)
@@ -56,7 +56,7 @@ class SubgroupShards:
         self._flat.free()
 
     def copy_from_full(self) -> None:
-        """Copy this rank's pieces out of the full parameters, which are in memory."""
+        """Copy this rank's pieces from the full parameters, which must be in memory."""
         self._flat.allocate()
         with torch.no_grad():
             copy_all(self._pieces, self._sources)
@@ -72,5 +72,5 @@ class SubgroupShards:
         return self._flat.has(tensor)
 
     def free(self) -> None:
-        """Give the pieces' memory back."""
+        """Give back the memory of the pieces."""
         self._flat.free()

@@ -1,4 +1,4 @@
-"""The gradients of a group that backwards have left to a later reduction.
+"""The gradients of a group that backwards have left for a later reduction.
 
 After ``set_requires_gradient_sync(False)`` they accumulate on full parameters. After ``set_requires_all_reduce(False)``
 they are sums over the shard axis, which wait for their all-reduce. In both cases they are on no shard, so optimizers
@@ -19,16 +19,16 @@ __all__ = ["Pending", "Unreduced", "any_unreduced", "drop_unreduced", "unreduced
 
 Pending = tuple[torch.Tensor | None, torch.Tensor | None]
 
-_noted: Registry[Unreduced] = Registry()  # that may contain something
+_noted: Registry[Unreduced] = Registry()  # those that may have unreduced gradients
 
 
 def any_unreduced() -> bool:
-    """Return whether some backward may have left gradients unreduced, of whatever parameters."""
+    """Return whether some backward may have left gradients of any parameters unreduced."""
     return len(_noted) > 0
 
 
 def unreduced_params(shard_ids: Collection[int]) -> list[FSDPParam]:
-    """Return the parameters with shards of these ids whose gradients are unreduced; alike on all ranks."""
+    """Return the parameters with shards of these ids whose gradients are unreduced; equal on all ranks."""
     return [param for unreduced in _noted for param in unreduced.find() if param.is_one_of(shard_ids)]
 
 
@@ -39,29 +39,28 @@ def drop_unreduced(shard_ids: Collection[int]) -> None:
 
 
 class Unreduced:
-    """Unreduced gradients of one group, of the same parameters on all ranks, since these run the same backwards."""
+    """Unreduced gradients of one group. All ranks have those of the same parameters, since they run equal backwards."""
 
     def __init__(self, store: ShardStore, in_use: Callable[[], bool], wait: Callable[[], object]) -> None:
-        """``in_use`` returns whether a pass computes with the group, or reduces its gradients.
+        """``in_use()`` returns whether a pass computes with the group or reduces its gradients.
 
-        ``wait`` waits for reductions that are on their way.
+        ``wait()`` waits for reductions under way.
         """
         self._store = store
         self._in_use = in_use
         self._wait = wait
-        # Parameters whose gradients a backward left on the full parameters, in the reduce dtype, on whichever ranks
-        # have them.
+        # Parameters whose gradients a backward has left on full parameters, in the reduce dtype; a rank may have none.
         self.accumulated: set[FSDPParam] = set()
-        # Sums over the shard axis that were not all-reduced yet, each with what it was divided by.
+        # Sums over the shard axis that are still to be all-reduced, each with its divisor.
         self.sums: dict[FSDPParam, tuple[torch.Tensor, float]] = {}
-        # Parameters of a backward that ``finalize_backward`` will end: their reductions may be on their way.
+        # Parameters of a backward that ``finalize_backward`` will end: their reductions may be under way.
         self.unfinished: set[FSDPParam] = set()
 
     def __bool__(self) -> bool:
         return bool(self.accumulated or self.sums)
 
     def await_finalization(self) -> None:
-        """Refuse the gradients to optimizers and clipping until ``finish``: a part of them may be delivered by now."""
+        """Refuse the gradients to optimizers and clipping until ``finish``: only a part of them may be delivered."""
         self.unfinished.update(param for param in self._store.params if param.requires_grad)
         self.note()
 
@@ -70,13 +69,13 @@ class Unreduced:
         self.unfinished.clear()
 
     def note(self) -> None:
-        """Let optimizers and clipping look here, since they would not see these gradients on the shards."""
+        """Let optimizers and clipping find these gradients, which are not on the shards."""
         _noted.add(self)
 
     def find(self) -> list[FSDPParam]:
         """Return the parameters whose gradients are unreduced; none while they are being reduced.
 
-        Where ranks may skip units, these are all parameters, since the ranks that have none send zeros.
+        If ranks may skip units, these are all parameters that accumulate, since ranks without gradients send zeros.
         """
         if self._in_use():
             return []
@@ -106,7 +105,7 @@ class Unreduced:
         return found
 
     def drop(self, shard_ids: Collection[int]) -> None:
-        """Drop the gradients of parameters with shards of these ids, unless a pass uses the group."""
+        """Drop the unreduced gradients of parameters with shards of these ids, unless a pass uses the group."""
         if self._in_use():
             return
         params = [param for param in self._store.params if param.is_one_of(shard_ids)]
@@ -117,14 +116,14 @@ class Unreduced:
     def forget(self, params: Collection[FSDPParam]) -> None:
         """Forget the gradients of ``params``. The caller drops those on full parameters and shards."""
         if not self.unfinished.isdisjoint(params):
-            self._wait()  # or they would be delivered after they were dropped
+            self._wait()  # otherwise reductions under way would deliver gradients after they were dropped
         for param in params:
             self.sums.pop(param, None)
             self.accumulated.discard(param)
             self.unfinished.discard(param)
 
     def take_over(self, earlier: Unreduced) -> None:
-        """Take over what is left of parameters that were in another group before."""
+        """Take over unreduced gradients of parameters that were in another group before."""
         own = set(self._store.params)
         self.accumulated |= earlier.accumulated & own
         self.sums.update((param, entry) for param, entry in earlier.sums.items() if param in own)

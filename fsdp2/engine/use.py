@@ -54,17 +54,17 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
             if torch.is_grad_enabled():
                 unit.root.pending.record([group])
             if held and shown == "sharded":
-                group.residency.show_shards()  # again: it stays for backward alone
+                group.residency.show_shards()  # as before: the parameters stay in memory only for backward
             if held or not group.is_idle:
-                continue  # it is not for this block to free
+                continue  # somebody else holds or uses the parameters
             if torch.is_grad_enabled():
                 group.release(group.after_forward)
             else:
-                group.reshard()  # what this block alone has held
+                group.reshard()  # this block alone has held the parameters
 
 
 def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
-    """Return hooks for what autograd saves, which gather a full parameter before backward reads it."""
+    """Return hooks for tensors that autograd saves. They gather a saved full parameter before backward reads it."""
     owners = {_memory(param.full): unit for group, unit in used.items() for param in group.params}
 
     def pack(tensor: torch.Tensor) -> Any:

@@ -66,7 +66,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale gradients in place; return by device a number, above 0 if a gradient on any rank is not finite."""
+        """Unscale gradients in place; return numbers by device, whose sum is 1 if a gradient on any rank is not finite."""
         # The step does this too late: the optimizer must hold the shards whose gradients are unscaled.
         repair(optimizer)
         held = (param for group in optimizer.param_groups for param in group["params"])
@@ -91,6 +91,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
             axis = Axis.of_group(ranks, total.device.type)
             for work in all_reduce(total, axis, average=False, async_op=False):
                 work.wait()
+        # The scaler adds up what is returned, and a fused step is skipped where that is 1, not where it is more.
         for one in found.values():
-            one.copy_(total.view(found_inf.shape))
+            one.zero_()
+        found_inf.copy_(total.clamp(max=1).view(found_inf.shape))
         return found

@@ -136,6 +136,28 @@ def test_training(rank, world, unscale):
     assert_parity(prepare, build=Net, program=program, against=("alone",), tolerance=1e-4)
 
 
+@on_ranks(1, 4)
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_fused_steps_are_skipped(rank, world, name):
+    """A fused step looks itself whether to skip, and does so where it is told 1.
+
+    It was told on how many ranks a gradient was infinite, so it stepped where that were several, and parameters became
+    NaN.
+    """
+    module = small("sharded")
+    optimizer = fsdp2.use_local_shards(getattr(torch.optim, name)(module.parameters(), lr=0.1, fused=True))
+    scaler = fsdp2.ShardedGradScaler("cpu", init_scale=8.0)
+    for factor in (float("inf"), 1.0):
+        before = [full(parameter) for parameter in module.parameters()]
+        scaler.scale(module(torch.ones(2, 8)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = [full(parameter) for parameter in module.parameters()]
+        assert all(torch.equal(one, other) is (factor > 1) for one, other in zip(before, after, strict=True))
+        assert all(value.isfinite().all() for value in after) and scaler.get_scale() == 4.0
+
+
 @on_ranks(2)
 def test_float16(rank, world):
     """A scale that overflows float16 backs off on every rank until gradients are finite."""

@@ -19,6 +19,7 @@ from fsdp2.module import FSDPModule, share_comm_ctx
 from fsdp2.optim.clip import clip_grad_norm_
 from fsdp2.optim.grad_scaler import ShardedGradScaler
 from fsdp2.optim.local.local_step import use_local_shards
+from fsdp2.optim.offload import offload_optimizer_state
 from fsdp2.optim.whole.full_params import use_full_params
 from fsdp2.policies import (
     CPUOffloadPolicy,
@@ -72,6 +73,7 @@ __all__ = [
     "load_safetensors",
     "merge_local_state_dicts",
     "no_sync",
+    "offload_optimizer_state",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "padding_report",

@@ -20,6 +20,7 @@ __all__ = [
     "check_finite_and_unscale",
     "foreach_mul",
     "foreach_norm",
+    "note_step",
     "put_first_after_step",
 ]
 
@@ -149,6 +150,14 @@ def carry_attribute(name: str, restore: Callable[[torch.optim.Optimizer, Any], o
             restore(self, state[name])
 
     base.__getstate__, base.__setstate__ = getstate, setstate  # type: ignore[method-assign]  # on purpose
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Note that ``optimizer`` steps, for a scheduler that warns of an order in which it would come first.
+
+    It has wrapped the step that the optimizer had when the scheduler was built.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # a private mark
 
 
 def put_first_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -45,6 +45,7 @@ __all__ = [
     "dtensor_specs",
     "flatten_mesh",
     "foreach_copy",
+    "inner_tensors",
     "lies_in",
     "local_tensor",
     "local_tensors",
@@ -58,6 +59,7 @@ __all__ = [
     "takes_plain_tensors",
     "uncount_write",
     "versions_of",
+    "with_inner_tensors",
     "without_dispatch",
 ]
 
@@ -119,6 +121,24 @@ def python_attributes(param: torch.Tensor) -> dict[str, Any]:
     inner = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
     own = {*param.detach().__dict__, *inner, "_is_param"}
     return {name: value for name, value in param.__dict__.items() if name not in own}
+
+
+def inner_tensors(tensor: Any) -> list[torch.Tensor]:
+    """Return the tensors that a subclass keeps its values in, such as codes and scales; a plain tensor is the only one.
+
+    torch has this protocol for compilers, without a public function that uses it.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+def with_inner_tensors(tensor: Any, inner: Sequence[torch.Tensor]) -> Any:
+    """Return a tensor like ``tensor`` with other ``inner_tensors`` of the same shapes."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return inner[0]
+    names, context = tensor.__tensor_flatten__()
+    return type(tensor).__tensor_unflatten__(dict(zip(names, inner)), context, tensor.shape, tensor.stride())
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:

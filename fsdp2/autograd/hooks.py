@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -33,6 +34,7 @@ from fsdp2.autograd.reach import is_made_since
 __all__ = [
     "ChildList",
     "after_steps",
+    "around_loading_once",
     "hook_error",
     "hook_forward",
     "hook_gradient",
@@ -223,6 +225,24 @@ def after_steps(optimizer: torch.optim.Optimizer, restore: Callable[[], None]) -
     put_first_after_step(optimizer, optimizer.register_step_post_hook(lambda *unused: restore()))
     optimizer.register_state_dict_pre_hook(lambda *unused: restore())
     optimizer.register_load_state_dict_pre_hook(lambda *unused: restore())
+
+
+@contextmanager
+def around_loading_once(
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[dict[str, Any]], dict[str, Any]],
+    after: Callable[[], None],
+) -> Iterator[None]:
+    """Let a load inside the block take ``before(state_dict)``, what other hooks leave, and call ``after`` first."""
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: before(state_dict)),
+        optimizer.register_load_state_dict_post_hook(lambda _: after(), prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def watch_inputs(

@@ -4,6 +4,7 @@ context      what groups communicate on: the lanes, the chunks in flight
 gather       from shards to full parameters
 reduce       from full gradients to shards of their mean
 reductions   a window of reductions in flight
+staging      memory of the host that passes through a device
 retained     memory that reductions on streams still read
 scaling      how a sum of gradients becomes their mean
 collectives  the only place that calls a collective

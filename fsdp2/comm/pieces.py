@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from fsdp2._torch.tensors import chunk_cat, foreach_copy
 from fsdp2.sharding.layout import ShardLayout
 
-__all__ = ["Pair", "copy_all", "pack_rows", "piece_pairs", "zero_gaps"]
+__all__ = ["Pair", "copy_all", "pack_rows", "part_of", "piece_pairs", "zero_gaps"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def part_of(
+    flat: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Return a dense tensor from byte ``start`` of ``flat`` on, with a storage of its own that lies in that memory.
+
+    It starts at its storage's beginning and ends at its end, so that copying, saving and pickling take it alone. A fake
+    tensor's storage has no parts; there it is a view.
+    """
+    end = start + math.prod(shape) * dtype.itemsize
+    if _without_memory(flat):
+        return flat[start:end].view(dtype).as_strided(shape, stride).data
+    return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage()[start:end], 0, shape, stride)
+
+
+def _without_memory(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a fake one, which has a device and a size but no memory.
+
+    torch's memory trackers and estimators use fake tensors too.
+    """
+    return tensor.untyped_storage().device.type == "meta"
 
 
 def copy_all(targets: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:

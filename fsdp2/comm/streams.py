@@ -32,6 +32,10 @@ Every wait between lanes, and what it protects:
 | reduce          | replicate, hook, before sums go         | memory | Retained.drop_sums            |
 | compute         | all of them, at the end                 | order  | Reductions.finish             |
 | compute         | all of them, after an error             | memory | Reductions.abandon            |
+| inward          | compute, whose memory the slots are     | memory | Staging.begin                 |
+| compute         | inward, the piece is on the device      | order  | Staging.use                   |
+| outward         | compute, the piece was changed          | order  | Staging.send_back             |
+| inward          | outward, before the slot's next piece   | memory | Staging.send_back             |
 
 *order*: the data must be ready. *memory*: from here on the allocator may reuse the block, for work behind this wait.
 Memory goes back to the lane that allocated it, so no block is ever recorded on a second stream: gathered parameters go
@@ -176,6 +180,7 @@ class ComputeLane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = _device_module(device)
+        self.on_stream = self._module is not None
         self._backward: Any = None
         self._key = current_key(device) if self._module is torch.cuda else None
         self._known: tuple[Any, Any] = (None, None)  # the key of the current stream, and the stream with that key
@@ -187,6 +192,12 @@ class ComputeLane:
         if self._known[1] is None or key != self._known[0]:
             self._known = key, self._module.current_stream(self._device)
         return self._known[1]
+
+    @property
+    def captured(self) -> bool:
+        """True while a graph captures what is put on the current stream."""
+        asked = getattr(self._module, "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
 
     def enter_backward(self) -> None:
         """Take the current stream for that of the backward."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch.autograd import functorch_active
 from fsdp2._torch.tensors import address_of, set_versions, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
+from fsdp2.comm.pieces import part_of
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_nested
@@ -314,14 +315,10 @@ class ShardStore:
         The shard fills its storage, so that copying, saving and pickling take it alone. Storages of fake tensors have
         no parts; there the shard is a view.
         """
+        """Return the shard of plain parameter ``i``: a storage of its own that lies in the flat buffer's memory."""
         assert self._flat is not None and self._plan is not None
         spec, dtype, start = self._plain[i].spec, self._items[i].dtype, self._plan.shard_offset[i]
-        end = start + spec.shard_numel * dtype.itemsize
-        if _without_memory(self._flat):
-            return self._flat[start:end].view(dtype).as_strided(spec.shard_shape, spec.shard_stride).data
-        storage = self._flat.untyped_storage()[start:end]
-        shard = torch.empty(0, dtype=dtype, device=self._flat.device)
-        return shard.set_(storage, 0, spec.shard_shape, spec.shard_stride)
+        return part_of(self._flat, start, dtype, spec.shard_shape, spec.shard_stride)
 
     def _set(self, param: FSDPParam, local: torch.Tensor) -> None:
         self._placed[param] = local

@@ -1,5 +1,6 @@
 """What optimizers need. From the top down; a file imports only files below it.
 
+offload      state on the host, steps on the device
 whole        steps on full parameters, each on the rank that owns it
 local        steps on local shards
 
@@ -8,6 +9,8 @@ What every model needs:
 clip         gradient clipping
 grad_scaler  gradient scaling with the same decision on every rank
 prebuilt     replaces parameters that an optimizer was given before they were sharded
+host_state   the state of an optimizer in memory of the host
+partial      steps that go over some parameters at a time
 averaging    parameters beside sharded ones whose gradients nobody averages, and those that DDP would average too
 unreduced    gradients that are not reduced yet: zeroing drops them, functions that read gradients refuse them
 alike        local tensors of gradients and states, which must be sharded like their parameter

@@ -66,7 +66,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Unscale gradients in place; return numbers by device, whose sum is 1 if a gradient on any rank is not finite."""
+        """Unscale gradients in place; return numbers by device, in sum 1 if a gradient on any rank is not finite."""
         # The step does this too late: the optimizer must hold the shards whose gradients are unscaled.
         repair(optimizer)
         held = (param for group in optimizer.param_groups for param in group["params"])

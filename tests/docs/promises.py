@@ -203,6 +203,18 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "the next step raises RuntimeError": (SYNC + "test_what_reads_gradients_is_refused",),
     },
+    "docs/optimizer_state.md": {
+        "Weights and state are those of the step without it, bit for bit": (
+            OPTIM + "test_offload.py::test_steps_are_those_without",
+        ),
+        "An optimizer whose parameters depend on each other raises an error": (
+            OPTIM + "test_offload.py::test_optimizers_and_options_that_cannot_work",
+        ),
+        "a step that is captured in a CUDA graph, raise errors": (
+            OPTIM + "test_offload.py::test_optimizers_and_options_that_cannot_work",
+            "tests/nullgpu/test_captured.py::test_state_on_the_host_is_not_captured",
+        ),
+    },
     "docs/optimizers.md": {
         "every rank raises an error before anything is changed": (
             OPTIM + "test_full_params.py::test_a_gradient_on_one_rank_alone_is_refused_everywhere",
@@ -343,6 +355,12 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Plain parameters are stepped on every rank": (
             OPTIM + "test_full_params.py::test_plain_parameters_are_stepped_on_every_rank",
         ),
+    },
+    "fsdp2.offload_optimizer_state": {
+        "Values are those of the step without it, bit for bit": (
+            OPTIM + "test_offload.py::test_steps_are_those_without",
+        ),
+        "three buckets at most": (OPTIM + "test_offload.py::test_moments_are_copied_and_bounded",),
     },
     "fsdp2.use_local_shards": {
         "so schedulers, hooks and checkpoints work unchanged": (

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -628,6 +629,31 @@ def an_optimizer_that_nobody_knows(rank: int) -> Iterator[Callable[[], object]]:
     yield lambda: fsdp2.use_local_shards(optimizer)
     fsdp2.use_local_shards(optimizer, elementwise=True)
     loss(module).backward()
+    optimizer.step()
+
+
+@remedy("Build the optimizer with differentiable=False, or leave offload_optimizer_state out")
+def a_differentiable_step_with_state_on_the_host(rank: int) -> Iterator[Callable[[], object]]:
+    """Both ways."""
+    param = nn.Parameter(torch.ones(4))
+    param.grad = torch.ones(4)
+    yield fsdp2.offload_optimizer_state(torch.optim.Adam([param], differentiable=True)).step
+    fsdp2.offload_optimizer_state(torch.optim.Adam([param], differentiable=False)).step()
+    torch.optim.Adam([param], differentiable=True).step()
+
+
+@remedy("Capture forward and backward, and call step() after the replay, or leave offload_optimizer_state out")
+def a_captured_step_with_state_on_the_host(rank: int) -> Iterator[Callable[[], object]]:
+    """A CPU captures nothing, so it says that it does; tests/nullgpu/test_captured.py has a graph."""
+    module = model()
+    loss(module).backward()
+    optimizer = fsdp2.offload_optimizer_state(torch.optim.Adam(module.parameters()))
+
+    def step() -> None:
+        with mock.patch("fsdp2.comm.streams.ComputeLane.captured", True):
+            optimizer.step()
+
+    yield step
     optimizer.step()
 
 

@@ -158,6 +158,20 @@ def capture(build: Build, optimizer_of: Callable[..., Any], fill: Backward = bac
         assert counts["graph_launches"] == 1 and not counts["kernels"]
 
 
+def test_state_on_the_host_is_not_captured():
+    """The host waits in such a step; the error says so before anything is captured, and the step works outside."""
+    parameter = nn.Parameter(torch.ones(64, device="cuda"))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = fsdp2.offload_optimizer_state(torch.optim.AdamW([parameter], capturable=True))
+    optimizer.step()
+    with (
+        pytest.raises(RuntimeError, match="AdamW.step is captured in a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_whole_steps(name, optimizer):

@@ -24,7 +24,7 @@ from fsdp2.comm import streams
 from tests.nullgpu.ordering import Ordering
 from tests.nullgpu.programs import Cuda, ranks
 from tests.step.test_extensions import Halves
-from tests.step.test_streams import PROGRAMS, SETUPS, WAITS, Training, training
+from tests.step.test_streams import PROGRAMS, SETUPS, WAITS, Training, host_state, training
 from tests.support.cases import TRANSFERS
 
 Program = Callable[[Training], None]
@@ -193,6 +193,7 @@ ROWS: dict[tuple[str, str], tuple[tuple[str, ...], Program, str, str]] = {
         "compressed, hybrid",
         "direct",
     ),
+    ("inward", "Staging.begin"): (("wait", "begin"), host_state, "mixed", "packed"),
     ("compute", "GroupExtensions.decode"): (("wait", "decode"), extended, "fp32", "packed"),
     ("gather", "GroupExtensions.decode"): (("wait", "after", "decode"), extended, "fp32", "packed"),
     ("compute", "GroupGradients._arrives"): (

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -246,6 +247,23 @@ def full_steps(mesh: DeviceMesh) -> None:
     train(model, optimizer=fsdp2.use_local_shards(torch.optim.AdamW(model.parameters())))
 
 
+def state_on_the_host(mesh: DeviceMesh) -> None:
+    """Moments on the host, of shards and of whole parameters; those of shards are saved and loaded there."""
+    model = sharded(mesh)
+    adamw = fsdp2.offload_optimizer_state(torch.optim.AdamW(model.parameters()), bucket_mb=0.1)
+    whole = fsdp2.use_full_params(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    fsdp2.offload_optimizer_state(whole, bucket_mb=0.1)
+    for optimizer in (adamw, whole):
+        train(model, optimizer=optimizer)
+        if optimizer is adamw:
+            for options in (StateDictOptions(), StateDictOptions(full_state_dict=True)):
+                state = get_optimizer_state_dict(model, optimizer, options=options)
+                set_optimizer_state_dict(model, optimizer, state, options=options)
+        train(model, optimizer=optimizer)
+        moments = [value for entry in optimizer.state.values() for value in entry.values() if value.numel() > 1]
+        assert moments and all((m.to_local() if isinstance(m, DTensor) else m).is_pinned() for m in moments)
+
+
 def without_sync(mesh: DeviceMesh) -> None:
     """Micro-batches."""
     model = trained(mesh)
@@ -313,6 +331,7 @@ NAMES: dict[str, Callable[..., None]] = {
     "load_safetensors": saved_and_loaded,
     "merge_local_state_dicts": state_dicts,
     "no_sync": without_sync,
+    "offload_optimizer_state": state_on_the_host,
     "optim_state_dict": optimizer_states,
     "optim_state_dict_to_load": optimizer_states,
     "padding_report": looked_at,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+from fsdp2.optim.host_state import HOST_STATE
 from tests.support.parity import mesh_1d
 
 ROWS, WIDTH = 4, 6
@@ -111,6 +114,21 @@ def pair(
     optimizers = [make(module.parameters()) for module in modules]
     assert fsdp2.use_local_shards(optimizers[1], elementwise=elementwise) is optimizers[1]
     return modules, optimizers
+
+
+@contextmanager
+def host_apart(apart: bool = True) -> Iterator[None]:
+    """Let memory of the host count as other memory than the device's, which is a CPU."""
+    with mock.patch("fsdp2.optim.host_state.has_host", return_value=apart):
+        yield
+
+
+def on_host(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of moments that ``optimizer`` keeps on the host, on this rank, and check that they are shown."""
+    held = optimizer.__dict__[HOST_STATE]._held
+    for param, one in held.items():
+        assert optimizer.state[param] is one.entry and one.is_in(one.entry)
+    return sum(one.end - one.start for one in held.values())
 
 
 def make(name: str, way: str = "plain") -> Make:

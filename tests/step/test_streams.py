@@ -347,10 +347,23 @@ def captured(run: Training) -> None:
         run.step()
 
 
+def host_state(run: Training) -> None:
+    """Steps with the optimizer's state on the host, which the host reads and writes between them."""
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.1, foreach=True)
+    fsdp2.offload_optimizer_state(run.optimizer, bucket_mb=8192 / 2**20)
+    for _ in range(3):
+        run.step()
+        for entry in run.optimizer.state.values():
+            for moment in (entry["exp_avg"].to_local(), entry["exp_avg_sq"].to_local()):
+                if isinstance(run.device, Device):
+                    run.device.on_host(moment)
+                moment.mul_(0.5)
+
+
 PROGRAMS: list[Callable[[Training], None]] = [
     *(accumulation, evaluation, by_hand, changed_by_hand, lists, hooks, gradients, replaced_in_forward, states),
     *(outside, recomputed, unused, raising, hook_raises, finalized, ahead_of_the_step, skipping, captured),
-    *(synchronization, allocated_by_the_group, taught),
+    *(synchronization, allocated_by_the_group, taught, host_state),
 ]
 
 
@@ -428,6 +441,9 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, str], Callable[[Training], None], 
     ("reduce", "Retained.drop_sums"): (("_drop_oldest", "drop_sums"), training, "hybrid, bfloat16", "direct"),
     ("compute", "Reductions.finish"): (("drop_all", "finish"), training, "bfloat16", "packed"),
     ("compute", "Reductions.abandon"): (("drop_all", "abandon"), hook_raises, "hybrid", "direct"),
+    ("compute", "Staging.use"): (("use", "lend"), host_state, "mixed", "packed"),
+    ("outward", "Staging.send_back"): (("after", "send_back"), host_state, "mixed", "packed"),
+    ("inward", "Staging.send_back"): (("send_back", "take_back"), host_state, "mixed", "packed"),
 }
 """For each ``wait`` of fsdp2/comm/streams.py: the functions that it is called from, and a program that needs it.
 
@@ -440,6 +456,7 @@ ELSEWHERE = {
     ("compute", "GroupGradients._arrives"),  # tests/unit/comm/test_streams.py: autograd's own streams are needed
     # tests/unit/comm/test_reductions.py: here compute, which packing follows, has waited for a plain chunk
     ("pack", "Retained.drop_encoded"),
+    ("inward", "Staging.begin"),  # tests/nullgpu/test_ordered.py: here compute does not use again what it has freed
 }
 """Waits that no program here needs."""
 

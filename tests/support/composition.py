@@ -42,6 +42,7 @@ FEATURES = {
     "Adam": "`torch.optim.Adam(W)`, for-loop, foreach and fused",
     "Muon": "`torch.optim.Muon`",
     "optimizer in backward": "steps in post-accumulate hooks",
+    "state on the host": "`offload_optimizer_state`, after `use_local_shards` or `use_full_params`",
     "GradScaler": "`torch.amp.GradScaler`",
     "LR schedule": "`torch.optim.lr_scheduler`",
     "averaged model": "`swa_utils.AveragedModel`",

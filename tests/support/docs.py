@@ -41,6 +41,7 @@ EXTRA_NAMES = {
     "load_safetensors",
     "merge_local_state_dicts",
     "no_sync",
+    "offload_optimizer_state",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "padding_report",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
+import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 import torch.distributed.checkpoint.state_dict as checkpoints
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp2.optim.local.local_step import _ELEMENTWISE
 from tests.support.fake import fake_mesh
@@ -172,3 +176,33 @@ def test_optimizers_save_and_load_by_methods_of_their_base(unpatched: None) -> N
     del seen[:]
     checkpoints.set_optimizer_state_dict(model, optimizer, saved)
     assert seen[0] == "read"
+
+
+@probes("note_step")
+def test_a_scheduler_looks_whether_the_optimizer_has_stepped() -> None:
+    """It warns of a step that it has not wrapped, unless that carries its mark, and of one that comes too late."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    @functools.wraps(optimizer.step)
+    def step(self: torch.optim.Optimizer) -> None: ...
+
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="lr_scheduler"):
+        scheduler.step()
+    again = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    _torch.note_step(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.step()
+
+
+@probes("inner_tensors", "with_inner_tensors")
+def test_a_subclass_tells_the_tensors_that_it_is_made_of() -> None:
+    """Wrapper subclasses have this protocol for compilers; torch has such a one for its own tests."""
+    plain = torch.ones(2)
+    assert _torch.inner_tensors(plain) == [plain] and _torch.with_inner_tensors(plain, [plain]) is plain
+    pair = TwoTensor(plain, torch.zeros(2))
+    assert [one.tolist() for one in _torch.inner_tensors(pair)] == [[1.0, 1.0], [0.0, 0.0]]
+    other = _torch.with_inner_tensors(pair, [pair.b, pair.a])
+    assert isinstance(other, TwoTensor) and other.a is pair.b and other.b is pair.a and other.shape == (2,)

@@ -25,7 +25,7 @@ from fsdp2.optim.local.collecting import Collecting
 from fsdp2.optim.local.proxies import step_on_proxies
 from fsdp2.sharding.spec import arrived, placed_alike
 
-__all__ = ["use_local_shards"]
+__all__ = ["is_known_elementwise", "refuse_not_elementwise", "use_local_shards"]
 
 _ELEMENTWISE = {
     optim.ASGD,
@@ -87,31 +87,41 @@ def use_local_shards(optimizer: optim.Optimizer, *, elementwise: bool = False) -
             f"use_local_shards: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; pass the optimizer "
             "that a wrapper holds"
         )
-    kind = type(optimizer)
-    refused = next((why for known, why in _NOT_ELEMENTWISE.items() if isinstance(optimizer, known)), None)
-    if refused is not None:
-        reason, remedy = refused
-        raise ValueError(
-            f"use_local_shards: {kind.__name__} cannot step on local shards, because {reason}; got {kind.__name__}, "
-            f"expected an elementwise optimizer such as AdamW. {remedy}"
-        )
-    if kind not in _ELEMENTWISE and not elementwise:
-        raise ValueError(
-            f"use_local_shards: it is not known whether {kind.__module__}.{kind.__qualname__} is elementwise; expected "
-            "one of torch's elementwise optimizers, or elementwise=True. Pass elementwise=True if no element's update "
-            "depends on other elements or on the shape"
-        )
+    refuse_not_elementwise("use_local_shards", optimizer, elementwise=elementwise)
     if STEPS_ON_LOCAL not in optimizer.__dict__:
         global _carries
         if not _carries:
             _carries = True
             carry_attribute(STEPS_ON_LOCAL, lambda copy, elementwise: use_local_shards(copy, elementwise=elementwise))
         optimizer.__dict__[STEPS_ON_LOCAL] = elementwise
-        if kind in _ELEMENTWISE:
+        if is_known_elementwise(optimizer):
             _step_on_local_lists(optimizer)
         else:
             step_on_proxies(optimizer, unless=dynamo_is_tracing)
     return optimizer
+
+
+def is_known_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Return True if ``optimizer`` is one of torch's elementwise ones."""
+    return type(optimizer) in _ELEMENTWISE
+
+
+def refuse_not_elementwise(function: str, optimizer: optim.Optimizer, *, elementwise: bool) -> None:
+    """Raise ValueError unless ``optimizer`` is elementwise, or the caller of ``function`` declares that it is."""
+    kind = type(optimizer)
+    refused = next((why for known, why in _NOT_ELEMENTWISE.items() if isinstance(optimizer, known)), None)
+    if refused is not None:
+        reason, remedy = refused
+        raise ValueError(
+            f"{function}: {kind.__name__} cannot step on local shards, because {reason}; got {kind.__name__}, "
+            f"expected an elementwise optimizer such as AdamW. {remedy}"
+        )
+    if kind not in _ELEMENTWISE and not elementwise:
+        raise ValueError(
+            f"{function}: it is not known whether {kind.__module__}.{kind.__qualname__} is elementwise; expected "
+            "one of torch's elementwise optimizers, or elementwise=True. Pass elementwise=True if no element's update "
+            "depends on other elements or on the shape"
+        )
 
 
 def _step_on_local_lists(optimizer: optim.Optimizer) -> None:

@@ -18,7 +18,7 @@ from fsdp2.engine.param import lend_gradient, parameter_like
 from fsdp2.optim.alike import is_counter, local_gradient, local_state, shown_state
 from fsdp2.sharding.spec import on_this_rank
 
-__all__ = ["step_on_proxies"]
+__all__ = ["proxy_of", "step_on_proxies"]
 
 
 def step_on_proxies(optimizer: optim.Optimizer, unless: Callable[[], bool]) -> None:
@@ -78,7 +78,7 @@ class _Proxies:
             return
         optimizer, known = self._optimizer, self._proxies
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._proxies = {param: _proxy(param, known.get(param)) for param in params if isinstance(param, DTensor)}
+        self._proxies = {param: proxy_of(param, known.get(param)) for param in params if isinstance(param, DTensor)}
         state: Any = defaultdict(dict)
         shown: dict[int, DTensor] = {}
         for key, entry in optimizer.state.items():
@@ -134,7 +134,7 @@ class _Proxies:
         return {k: v if is_counter(k) and id(v) not in self._shown else map_leaves(shown, v) for k, v in entry.items()}
 
 
-def _proxy(param: Any, known: tuple[torch.Tensor, nn.Parameter] | None) -> tuple[torch.Tensor, nn.Parameter]:
+def proxy_of(param: Any, known: tuple[torch.Tensor, nn.Parameter] | None) -> tuple[torch.Tensor, nn.Parameter]:
     """Return the local tensor of ``param`` and a plain parameter on the same memory: ``known`` if it still fits."""
     local = on_this_rank(param)
     if known is not None and known[0] is local and known[1].requires_grad == param.requires_grad:

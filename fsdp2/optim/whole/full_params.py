@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.comm.collectives import exchange_objects, max_over_ranks
 from fsdp2.engine.param import lend_gradient, parameter_like
 from fsdp2.optim.alike import STEPS_ON_LOCAL, STEPS_ON_WHOLE, local_gradient
+from fsdp2.optim.host_state import HOST_STATE, HostState
+from fsdp2.optim.partial import PartialGroups, step_of
 from fsdp2.optim.prebuilt import repair
 from fsdp2.optim.whole.exchange import Arriving, Layout
 from fsdp2.optim.whole.full_state import OwnedState, keep_owned, names_in, shown_at_holders
@@ -99,6 +101,9 @@ def _check_kind(optimizer: optim.Optimizer) -> None:
     elif isinstance(optimizer, optim.SparseAdam):
         reason = "it needs sparse gradients, and those of shards are dense"
         remedy = "Leave its parameters out of sharding (ignored_params of fully_shard), or use Adam"
+    elif HOST_STATE in optimizer.__dict__:
+        reason = "offload_optimizer_state was called on it, which lets it compute with shards"
+        remedy = "Call use_full_params first, on a new optimizer, then offload_optimizer_state"
     elif STEPS_ON_LOCAL in optimizer.__dict__:
         reason = "use_local_shards was called on it, and it computes either with whole parameters or with shards"
         remedy = "Call one of the two on a new optimizer"
@@ -141,10 +146,7 @@ class _FullParams:
         self._buckets: dict[tuple[Any, ...], list[_Bucket]] = {}
         self._load_as_torch = optimizer.load_state_dict
         self._save_as_torch = optimizer.state_dict
-        kind = type(optimizer)
-        self._step_as_torch = getattr(
-            kind.step, "__wrapped__", kind.step
-        )  # without hooks: these run once a step, not once a bucket
+        self._step_as_torch = step_of(optimizer)
 
     def take_over(self) -> None:
         """Replace the optimizer's ``step``, ``state_dict`` and ``load_state_dict``."""
@@ -173,11 +175,21 @@ class _FullParams:
             )
         self._refresh()
         dtypes = self._agree_on_gradients()
-        error: Exception | None = None
         groups = _Groups(optimizer, self._stacks)
+        sets = [self._buckets_of(ranks, dtypes[ranks]) for ranks in self._ownership.sets]
+        groups.begin([owned.param for owned in bucket.owned if owned.mine] for buckets in sets for bucket in buckets)
+        try:
+            error = self._compute_all(sets, groups)
+        finally:
+            groups.end()
+        self._end_together(error, groups)
+        self._state.stepped = True
+
+    def _compute_all(self, sets: list[list[_Bucket]], groups: _Groups) -> Exception | None:
+        """Send, compute and write all buckets; return the first error of the optimizer on this rank."""
+        error: Exception | None = None
         before: _Bucket | None = None
-        for ranks in self._ownership.sets:
-            buckets = self._buckets_of(ranks, dtypes[ranks])
+        for buckets in sets:
             for i, bucket in enumerate(buckets):
                 if i == 0:
                     self._send(bucket)
@@ -195,8 +207,7 @@ class _FullParams:
                 before = None
         if error is None:
             error = groups.step({param: param for param in groups.plain}, self._step_as_torch)
-        self._end_together(error, groups)
-        self._state.stepped = True
+        return error
 
     def _refresh(self) -> None:
         """Take over newly sharded parameters, changed parameter groups, and state that the caller has replaced."""
@@ -213,6 +224,8 @@ class _FullParams:
         if state is not self._state:
             self._state = keep_owned(state, self._ownership)
             optimizer.state = self._state  # type: ignore[assignment]  # torch needs no more than a dictionary
+        if HOST_STATE in optimizer.__dict__:
+            optimizer.__dict__[HOST_STATE].settle([*self._state], self._state)
 
     def _agree_on_gradients(self) -> dict[RankSet, list[torch.dtype | None]]:
         """Return the dtype of each parameter's gradient (None without one) after checking that all ranks have the same,
@@ -394,11 +407,19 @@ class _Groups:
     def __init__(self, optimizer: optim.Optimizer, stacks: Stacks) -> None:
         self._optimizer = optimizer
         self._stacks = stacks
-        self._params = [(group, group["params"]) for group in optimizer.param_groups]
-        # Counters and decays in a group's options must change once a step: each call begins with the same options.
-        self._options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        self.changed: dict[int, dict[str, Any]] = {}  # options that the step has changed, by the index of the group
-        self.plain = [p for _, params in self._params for p in params if not isinstance(p, DTensor)]
+        self._host: HostState | None = optimizer.__dict__.get(HOST_STATE)
+        self._groups = PartialGroups(optimizer)
+        self.changed, self.plain = self._groups.changed, self._groups.plain
+
+    def begin(self, turns: Iterable[list[torch.Tensor]]) -> None:
+        """Start a step with the parameters of ``turns``, one call of ``step`` for each of them that has any."""
+        if self._host is not None:
+            self._host.begin(turn for turn in (*turns, self.plain) if turn)
+
+    def end(self) -> None:
+        """End a step."""
+        if self._host is not None:
+            self._host.end()
 
     def step(self, lent: dict[torch.Tensor, torch.Tensor], step: Callable[..., Any]) -> Exception | None:
         """Call ``step`` with the groups and state of the parameters in ``lent``; return the error that it raised.
@@ -407,44 +428,31 @@ class _Groups:
         """
         if not lent:
             return None
-        optimizer, kept, groups = self._optimizer, self._optimizer.state, self._optimizer.param_groups
+        optimizer, kept = self._optimizer, self._optimizer.state
         state: Any = defaultdict(dict)
         parts: dict[torch.Tensor, list[Any]] = {}
+        left: dict[torch.Tensor, Any] = {}
         try:
+            entries = kept if self._host is None else self._host.lend([*lent], kept)
             for param, seen in lent.items():
                 stack = self._stacks.has(param)
                 parts[param] = list(self._stacks.lend(param, seen)) if stack else [seen]
-                for i, part in enumerate(parts[param]) if param in kept else ():
-                    state[part] = self._stacks.cut_state(kept[param], i) if stack else kept[param]
-            optimizer.state, optimizer.param_groups = state, self._seen(parts)
-            step(optimizer)
+                for i, part in enumerate(parts[param]) if param in entries else ():
+                    state[part] = self._stacks.cut_state(entries[param], i) if stack else entries[param]
+            with self._groups.only(parts, state):
+                step(optimizer)
             for param, own in parts.items():
                 if own[0] in state and self._stacks.has(param):
-                    kept[param] = self._stacks.join_states([state[part] for part in own])
+                    left[param] = self._stacks.join_states([state[part] for part in own])
+            left.update({param: state[own[0]] for param, own in parts.items() if own[0] in state and param not in left})
+            if self._host is None:
+                kept.update(left)
+            else:
+                self._host.take_back([*lent], left, kept)
         except Exception as error:
             return error
         finally:
-            optimizer.state, optimizer.param_groups = kept, groups
-            for i, (group, params) in enumerate(self._params):
-                group["params"] = params
-                changed = {k: v for k, v in group.items() if k != "params" and v is not self._options[i].get(k)}
-                if changed:
-                    self.changed[i] = changed
-            for param, own in parts.items():
+            for param in parts:
                 if self._stacks.has(param):
                     self._stacks.take_back(param)
-                elif own[0] in state:
-                    kept[param] = state[own[0]]
         return None
-
-    def _seen(self, lent: dict[torch.Tensor, list[Any]]) -> list[dict[str, Any]]:
-        """Return the groups with parameters in ``lent``, which are replaced by their plain tensors."""
-        found = []
-        for (group, params), options in zip(self._params, self._options):
-            seen = [part for param in params for part in lent.get(param, ())]
-            if seen:
-                for key in group.keys() - options.keys() - {"params"}:
-                    del group[key]
-                group.update(options, params=seen)
-                found.append(group)
-        return found

@@ -1,0 +1,62 @@
+"""Steps of an optimizer that go over some of its parameters at a time, as if they were one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+__all__ = ["PartialGroups", "step_of"]
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the step of the optimizer's class without its hooks, which run once a step, not once a part."""
+    step = type(optimizer).step
+    return getattr(step, "__wrapped__", step)
+
+
+class PartialGroups:
+    """The parameter groups of an optimizer during one step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._params = [(group, group["params"]) for group in optimizer.param_groups]
+        self._index = {param: index for index, (_, params) in enumerate(self._params) for param in params}
+        # Counters and decays in a group's options must change once a step: each part begins with the same options.
+        self._options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self.changed: dict[int, dict[str, Any]] = {}
+        """Options that the step has changed, by the index of the group."""
+        self.plain = [param for param in self._index if not isinstance(param, DTensor)]
+
+    @contextmanager
+    def only(self, lent: Mapping[torch.Tensor, Sequence[torch.Tensor]], state: Any) -> Iterator[None]:
+        """Let the optimizer have ``state``, and of the parameters those in ``lent``, as tensors that stand for them."""
+        optimizer = self._optimizer
+        kept, groups = optimizer.state, optimizer.param_groups
+        optimizer.state, optimizer.param_groups = state, self._seen(lent)
+        try:
+            yield
+        finally:
+            optimizer.state, optimizer.param_groups = kept, groups
+            for i, (group, params) in enumerate(self._params):
+                group["params"] = params
+                changed = {k: v for k, v in group.items() if k != "params" and v is not self._options[i].get(k)}
+                if changed:
+                    self.changed[i] = changed
+
+    def _seen(self, lent: Mapping[torch.Tensor, Sequence[torch.Tensor]]) -> list[dict[str, Any]]:
+        """Return the groups that have parameters in ``lent``, with the tensors that stand for these."""
+        seen: dict[int, list[torch.Tensor]] = {}
+        for param, parts in lent.items():
+            seen.setdefault(self._index[param], []).extend(parts)
+        found = []
+        for index, of_group in sorted(seen.items()):
+            group, options = self._params[index][0], self._options[index]
+            for key in group.keys() - options.keys() - {"params"}:
+                del group[key]
+            group.update(options, params=of_group)
+            found.append(group)
+        return found

@@ -1,0 +1,83 @@
+"""``offload_optimizer_state``: bytes of torch's CUDA allocator, and counts of copies, with the state on the host."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import torch
+
+import fsdp2
+from tests.nullgpu.device import Counts
+from tests.nullgpu.programs import ranks
+from tests.nullgpu.test_bytes import LLAMA, model_of
+
+MIB = 1 << 20
+
+
+class Stepping:
+    """Four blocks on one of eight ranks in float32, and the bytes and counts of a step of AdamW, the third."""
+
+    def __init__(self, **options: Any) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        with ranks(8) as mesh:
+            model = model_of(mesh)
+            self.moments = 2 * sum(parameter.to_local().nbytes for parameter in model.parameters())
+            optimizer = torch.optim.AdamW(model.parameters(), fused=options.pop("fused", None))
+            if not options:
+                fsdp2.use_local_shards(optimizer)
+            else:
+                fsdp2.offload_optimizer_state(optimizer, **options)
+            for _ in range(3):
+                rows = torch.empty(1, 256, LLAMA.width, dtype=torch.bfloat16, device="cuda")
+                model(rows).backward(torch.empty_like(rows))
+                torch.cuda.synchronize()
+                gc.collect()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                with Counts() as self.counts:
+                    optimizer.step()
+                self.peak = torch.cuda.max_memory_allocated() - before
+                optimizer.zero_grad()
+            self.between = torch.cuda.memory_allocated()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            self.loading = torch.cuda.max_memory_allocated() - before
+
+
+def test_moments_are_off_the_device():
+    """Between steps there are none, in a step three buckets, and loading takes none: only counts are there.
+
+    Each bucket is one copy in each direction and, if fused, one kernel more; the host waits for two streams at the end.
+    """
+    plain, offloaded = Stepping(fused=True), Stepping(fused=True, bucket_mb=64)
+    largest = 2 * 4 * LLAMA.hidden * LLAMA.width // 8  # a bucket is one of these matrices, or several of the others
+    assert abs(plain.between - offloaded.between - plain.moments) < MIB
+    assert plain.peak == 0 and largest <= offloaded.peak <= 3 * 64 * MIB + MIB
+    buckets = offloaded.counts["memcpys"] // 2
+    assert offloaded.moments / (64 * MIB) <= buckets <= 2 * offloaded.moments / (64 * MIB)
+    assert offloaded.counts["host_waits"] == 2 and offloaded.counts["kernels"] == plain.counts["kernels"] * buckets
+    assert plain.loading >= plain.moments and offloaded.loading < MIB
+
+
+def test_a_budget_of_moments_stays():
+    """As many as fit, and the others pass through."""
+    budget = 300 * MIB
+    all_off, some_off = Stepping(fused=True, bucket_mb=64), Stepping(fused=True, device_budget_bytes=budget)
+    assert 0.8 * budget < some_off.between - all_off.between <= budget
+    assert some_off.counts["memcpys"] < 0.75 * all_off.counts["memcpys"]
+
+
+def test_temporary_tensors_of_a_step():
+    """A loop or lists of tensors need some as large as all parameters, or as a bucket of them."""
+    plain, offloaded = Stepping(), Stepping(bucket_mb=64)
+    assert plain.peak >= plain.moments // 2 and offloaded.peak < 4 * 64 * MIB
+
+
+def test_pageable_moments():
+    """``pin_memory=False``: the host waits for every copy, as CUDA does with such memory; nothing else differs."""
+    pinned, pageable = Stepping(fused=True, bucket_mb=64), Stepping(fused=True, pin_memory=False)
+    assert pinned.peak == pageable.peak and pinned.counts["memcpys"] == pageable.counts["memcpys"]

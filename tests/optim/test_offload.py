@@ -1,0 +1,654 @@
+"""``offload_optimizer_state``: steps are those of the same optimizer without it, and its state lies on the host.
+
+A CPU has no memory apart from the host's. So that there is something to copy, ``host_apart`` says that it has.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
+
+import fsdp2
+from fsdp2.comm.staging import Staging, host_memory
+from fsdp2.optim.host_state import HOST_STATE
+from tests.optim import test_full_params as whole
+from tests.optim.stepping import (
+    OPTIMIZERS,
+    WIDTH,
+    Make,
+    assert_equal,
+    assert_same_training,
+    batch,
+    build,
+    host_apart,
+    local,
+    make,
+    on_host,
+    train,
+)
+from tests.support import api
+from tests.support.composition import composes
+from tests.support.parity import mesh_1d, mesh_2d
+from tests.support.pool import on_ranks
+
+pytestmark = api.fsdp2_only
+
+BUCKET = 256 / 2**20
+"""A few parameters of the model in a bucket, or one."""
+
+
+def pair(make: Make, mesh: Any = None, *, bucket_mb: float = BUCKET, **options: Any) -> tuple[list[Any], list[Any]]:
+    """Return two equal sharded models and their optimizers, both on local shards, the second with its state offloaded.
+
+    Options of ``offload_optimizer_state`` go to it, the others to ``fully_shard``.
+    """
+    own = {name: options.pop(name) for name in ("device_budget_bytes", "elementwise") if name in options}
+    modules = [build(mesh, **options) for _ in range(2)]
+    first, second = (make(module.parameters()) for module in modules)
+    fsdp2.use_local_shards(first, elementwise=own.get("elementwise", False))
+    assert fsdp2.offload_optimizer_state(second, bucket_mb=bucket_mb, **own) is second
+    return modules, [first, second]
+
+
+WAYS = [(name, way) for name, (kind, _) in OPTIMIZERS.items() for way in ("plain", "foreach", "fused")]
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+
+
+@composes("state on the host", "Adam", "uneven")
+@composes("state on the host", "SGD", "uneven")
+@on_ranks(2, 4)
+@pytest.mark.parametrize(("name", "way"), [one for one in WAYS if one[1] != "fused" or one[0].split()[0] in FUSED])
+def test_steps_are_those_without(rank, world, name, way):
+    """Every elementwise optimizer of torch, as a loop, on lists and fused: parameters and state, bit for bit."""
+    with host_apart():
+        modules, optimizers = pair(make(name, way))
+        # torch's fused SGD takes no list in which some parameters have momentum and others not yet: none is rare
+        steps = [0, 2, 3] if (name[:3], way) == ("SGD", "fused") else range(3)
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer, steps)
+        assert_same_training(modules, optimizers)
+        moments = [v for entry in optimizers[1].state.values() for v in entry.values() if isinstance(v, DTensor)]
+        large = sum(local(moment).nbytes for moment in moments if moment.numel() > 1)
+        assert large <= on_host(optimizers[1]) <= large + 16 * len(moments)
+
+
+@composes("state on the host", "hybrid sharding", "Adam")
+@composes("state on the host", "over replicas", "Adam")
+@composes("state on the host", "CPU offload", "Adam")
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
+def test_meshes_and_shards_on_the_host(rank, world, name):
+    """Neither the mesh matters nor the place of shards. State of parameters on the host stays where it is."""
+    over, offloaded = {"shard_over_replicas": True}, {"offload_policy": fsdp2.CPUOffloadPolicy()}
+    for mesh, options, apart in ((mesh_2d(), {}, True), (mesh_2d(), over, True), (mesh_1d(), offloaded, False)):
+        with host_apart(apart):
+            modules, optimizers = pair(make(name, "foreach"), mesh, **options)
+            for module, optimizer in zip(modules, optimizers, strict=True):
+                train(module, optimizer)
+            assert_same_training(modules, optimizers)
+            assert bool(on_host(optimizers[1])) is apart
+
+
+@on_ranks(2)
+def test_a_cpu_copies_nothing(rank, world):
+    """Without another device nothing is staged, and a step goes over all parameters at once."""
+    modules, optimizers = pair(make("AdamW", "foreach"))
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        train(module, optimizer)
+    assert_same_training(modules, optimizers)
+    host = optimizers[1].__dict__[HOST_STATE]
+    assert on_host(optimizers[1]) == 0 and not host._staging
+    assert len(host.turns(modules[1].parameters(), skip=False)) == 1
+
+
+@on_ranks(1)
+def test_moments_are_copied_and_bounded(rank, world):
+    """A step finds moments in other memory than between steps; three buckets of it, which are gone afterwards."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(16)))
+    for layer in module:
+        fsdp2.fully_shard(layer, mesh=mesh_1d())
+    seen: list[dict[Tensor, Tensor]] = []
+
+    class Noting(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            seen.append({param: entry["exp_avg"] for param, entry in self.state.items()})
+            super().step()
+
+    of_one = 2 * module[0].weight.to_local().nbytes
+    with host_apart():
+        optimizer = Noting(module.parameters(), lr=0.1, foreach=False)
+        fsdp2.offload_optimizer_state(optimizer, bucket_mb=2 * of_one / 2**20, elementwise=True)
+        sizes: list[list[int]] = []
+
+        def begin(staging: Staging, pieces: Any, begin: Any = Staging.begin) -> None:
+            begin(staging, pieces)
+            sizes.append([slot.nbytes for slot in staging._slots])
+
+        for _ in range(3):
+            module(torch.randn(4, 128)).square().mean().backward()
+            seen.clear()
+            with mock.patch.object(Staging, "begin", begin):
+                optimizer.step()
+        (staging,) = optimizer.__dict__[HOST_STATE]._staging.values()
+    assert len(seen) == 8 and all(len(part) == 2 for part in seen)
+    slots = {moment.untyped_storage().data_ptr() for part in seen for moment in part.values()}
+    shown = {local(entry["exp_avg"]).untyped_storage().data_ptr() for entry in optimizer.state.values()}
+    assert len(slots) == 3 and len(shown) == 16 and not slots & shown
+    assert sizes == [[2 * of_one] * 3] * 2 and not staging._slots
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_memory_is_page_locked_if_asked_for(rank, world, pin_memory):
+    """``pin_memory`` decides; without an accelerator there is no such memory."""
+    asked: list[bool] = []
+
+    def memory(nbytes: int, *, pin: bool) -> Tensor:
+        asked.append(pin)
+        return host_memory(nbytes, pin=pin)
+
+    module = build()
+    with host_apart(), mock.patch("fsdp2.optim.host_state.host_memory", memory):
+        optimizer = make("AdamW")(module.parameters())
+        fsdp2.offload_optimizer_state(optimizer, bucket_mb=BUCKET, pin_memory=pin_memory)
+        train(module, optimizer, [0])
+    assert asked and set(asked) == {pin_memory}
+
+
+@on_ranks(2)
+def test_a_budget(rank, world):
+    """Moments stay on the device as far as they fit; a larger budget keeps more, and results are the same."""
+    kept = []
+    with host_apart():
+        for budget in (0, 300, 1 << 20):
+            modules, optimizers = pair(make("AdamW", "foreach"), device_budget_bytes=budget)
+            for module, optimizer in zip(modules, optimizers, strict=True):
+                train(module, optimizer, [0])
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                train(module, optimizer, [1, 2])
+            assert_same_training(modules, optimizers)
+            kept.append(sum(optimizers[1].__dict__[HOST_STATE]._kept.values()))
+            assert kept[-1] <= budget and bool(on_host(optimizers[1])) is (budget < 1 << 20)
+    assert kept[0] == 0 < kept[1] < kept[2]
+
+
+# ---- everybody else ----
+
+
+@composes("state on the host", "LR schedule", "Adam")
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_schedulers_hooks_and_closures(rank, world, when):
+    """They run once a step, in their order, and find DTensors; a closure is called once."""
+    with host_apart(), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*lr_scheduler.*")
+        modules, optimizers = pair(make("AdamW", "foreach"))
+        seen: list[list[str]] = [[], []]
+        for use, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
+            if when == "before":
+                optimizer = fsdp2.use_local_shards(make("AdamW", "foreach")(module.parameters()))
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+            def note(when: str, o: torch.optim.Optimizer, seen: list[str] = seen[use]) -> None:
+                assert {type(p) for group in o.param_groups for p in group["params"]} == {DTensor}
+                assert set(map(type, o.state)) <= {DTensor}
+                seen.append(f"{when} with {len(o.state)}")
+
+            optimizer.register_step_pre_hook(lambda o, *_, note=note: note("before", o))
+            optimizer.register_step_post_hook(lambda o, *_, note=note: note("after", o))
+            if when == "before" and use:
+                fsdp2.offload_optimizer_state(optimizer, bucket_mb=BUCKET)
+
+            def closure(module=module, optimizer=optimizer, note=note) -> Tensor:
+                optimizer.zero_grad()
+                note("inside", optimizer)
+                loss = module(batch(0)).square().mean()
+                loss.backward()
+                return loss
+
+            losses = []
+            for _ in range(3):
+                losses.append(optimizer.step(closure).item())
+                scheduler.step()
+            assert len(set(losses)) == 3 and optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+            optimizers[use] = optimizer
+        assert seen[0] == seen[1] and len(seen[0]) == 9
+        assert_same_training(modules, optimizers)
+
+
+@composes("state on the host", "GradScaler", "clipping", "Adam")
+@on_ranks(2, 4)
+@pytest.mark.parametrize("way", ["foreach", "fused"])
+def test_grad_scaler_and_clipping(rank, world, way):
+    """Gradients are unscaled and clipped, and a step with an infinite one is skipped on every rank."""
+    with host_apart():
+        modules, optimizers = pair(make("AdamW", way))
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            scaler = fsdp2.ShardedGradScaler("cpu", init_scale=64.0)
+            for step in range(4):
+                loss = module(batch(step)).square().mean()
+                scaler.scale(loss * (float("inf") if (step, rank) == (2, 1) else 1.0)).backward()
+                if step % 2:
+                    scaler.unscale_(optimizer)
+                    fsdp2.clip_grad_norm_(module.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert scaler.get_scale() == 32.0, (scaler.get_scale(), optimizer is optimizers[1])
+        assert_same_training(modules, optimizers)
+
+
+@on_ranks(2)
+def test_groups_added_later(rank, world):
+    """A group that is added between steps takes part in the next, and its state goes to the host."""
+    modules, optimizers = [build() for _ in range(2)], []
+    with host_apart():
+        for use, module in enumerate(modules):
+            optimizer = make("AdamW", "foreach")([module.one.weight, module.one.bias])
+            optimizers.append(fsdp2.use_local_shards(optimizer))
+            if use:
+                fsdp2.offload_optimizer_state(optimizer)
+            train(module, optimizer, [0])
+            before = on_host(optimizer) if use else 0
+            optimizer.add_param_group({"params": [module.two.weight, module.row], "lr": 0.01})
+            train(module, optimizer, [1, 2])
+        assert on_host(optimizers[1]) > before
+        assert_same_training(modules, optimizers)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_built_before_sharding(rank, world, stepped):
+    """An optimizer that was built, and had stepped, before its parameters were sharded: its state is cut."""
+    optimizers, modules = [], []
+    with host_apart():
+        for use in range(2):
+            torch.manual_seed(1)
+            module: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+            optimizer = make("AdamW", "foreach")(module.parameters())
+            if use:
+                fsdp2.offload_optimizer_state(optimizer, bucket_mb=BUCKET)
+            if stepped:
+                module(torch.ones(2, 6)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            fsdp2.fully_shard(module, mesh=mesh_1d())
+            fsdp2.use_local_shards(optimizer)
+            for step in range(2):
+                module(batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            modules.append(module)
+            optimizers.append(optimizer)
+        assert_same_training(modules, optimizers)
+        assert on_host(optimizers[1])
+
+
+class Sign(torch.optim.Optimizer):
+    """Follows the sign of an average that it replaces by another tensor, and counts its steps in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step."""
+        for group in self.param_groups:
+            group["steps"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    before = state.get("average", torch.zeros_like(param))
+                    state["average"] = before * 0.9 + param.grad
+                    state["nested"] = [state["average"] * 2, {"seen": group["steps"]}]
+                    param.sub_(state["average"].sign() * group["lr"] / group["steps"] + state["nested"][0] * 0.01)
+
+
+@on_ranks(2)
+def test_other_classes_that_are_elementwise(rank, world):
+    """State may be replaced in a step, and nested; options of groups change once a step."""
+    with host_apart():
+        modules, optimizers = pair(Sign, elementwise=True)
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer)
+            assert optimizer.param_groups[0]["steps"] == 3
+        assert_same_training(modules, optimizers)
+        held = optimizers[1].__dict__[HOST_STATE]._held
+        assert all(len(one.places) == 2 for one in held.values())
+
+
+class Pairs(torch.optim.Optimizer):
+    """Keeps two averages of a parameter in one tensor of a subclass, as quantized optimizers keep codes and scales."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step."""
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            state = self.state[param]
+            if not state:
+                state["averages"] = TwoTensor(torch.zeros_like(param), torch.ones_like(param))
+            averages: Any = state["averages"]
+            averages.a.mul_(0.9).add_(param.grad)
+            averages.b.mul_(0.9).add_(param.grad.square())
+            param.sub_(averages.a / averages.b.sqrt() * 0.1)
+
+
+@on_ranks(2)
+def test_state_in_tensor_subclasses(rank, world):
+    """What they are made of is moved."""
+    with host_apart():
+        modules, optimizers = pair(Pairs, elementwise=True)
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer)
+        assert_equal(modules[0].state_dict(), modules[1].state_dict())
+        for one, other in zip(*(module.parameters() for module in modules), strict=True):
+            if one in optimizers[0].state:
+                found = [local(o.state[p]["averages"]) for o, p in zip(optimizers, (one, other), strict=True)]
+                assert torch.equal(found[0].a, found[1].a) and torch.equal(found[0].b, found[1].b)
+        assert on_host(optimizers[1])
+
+
+@composes("state on the host", "tensor parallel", "Adam")
+@on_ranks(4)
+def test_over_tensor_parallelism(rank, world):
+    """Shards of shards."""
+    mesh = mesh_2d("dp", "tp")
+    modules: list[Any] = []
+    with host_apart():
+        for _ in range(2):
+            torch.manual_seed(3)
+            module: Any = nn.Sequential(nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH))
+            parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            for layer in module:
+                fsdp2.fully_shard(layer, mesh=mesh["dp"])
+            modules.append(module)
+        optimizers = [fsdp2.use_local_shards(make("AdamW", "foreach")(module.parameters())) for module in modules]
+        fsdp2.offload_optimizer_state(optimizers[1], bucket_mb=BUCKET)
+        for step in range(3):
+            for module, optimizer in zip(modules, optimizers, strict=True):
+                module(
+                    torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step + rank // 2))
+                ).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_training(modules, optimizers)
+        assert on_host(optimizers[1])
+
+
+# ---- what others do to the state ----
+
+
+@on_ranks(2)
+def test_state_that_is_changed_replaced_and_dropped(rank, world):
+    """What ``optimizer.state`` has when a step begins is what it uses."""
+    with host_apart():
+        modules, optimizers = pair(make("AdamW", "foreach"))
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer, [0])
+            one, two = module.one.weight, module.two.weight
+            optimizer.state[one]["exp_avg"].to_local().mul_(0.5)
+            optimizer.state[two]["exp_avg"] = optimizer.state[two]["exp_avg"] * 0.25
+            train(module, optimizer, [1])
+            optimizer.state[one] = {**optimizer.state[one]}
+            del optimizer.state[two]
+            train(module, optimizer, [2])
+            optimizer.state.clear()
+            train(module, optimizer, [3])
+        assert_same_training(modules, optimizers)
+        assert on_host(optimizers[1])
+
+
+@on_ranks(2)
+def test_an_error_in_a_step(rank, world):
+    """State is as it was before the part of the step that failed, and the next step works."""
+    with host_apart():
+        modules, optimizers = pair(make("AdamW"))
+        train(modules[1], optimizers[1], [0])
+        before = copy.deepcopy(optimizers[1].state_dict()["state"])
+        modules[1](batch(1)).square().mean().backward()
+        lr, optimizers[1].param_groups[0]["betas"] = optimizers[1].param_groups[0]["betas"], (None, None)
+        with pytest.raises(TypeError):
+            optimizers[1].step()
+        optimizers[1].param_groups[0]["betas"] = lr
+        for key, entry in optimizers[1].state_dict()["state"].items():
+            assert_equal(entry["exp_avg_sq"], before[key]["exp_avg_sq"])
+        assert {type(p) for group in optimizers[1].param_groups for p in group["params"]} == {DTensor}
+        optimizers[1].zero_grad()
+        train(modules[1], optimizers[1], [1])
+        assert on_host(optimizers[1])
+
+
+@on_ranks(2)
+def test_copies_offload_their_state_too(rank, world):
+    """``copy.deepcopy`` of an optimizer with its model, and a pickled optimizer."""
+    with host_apart():
+        modules, optimizers = pair(make("AdamW", "foreach"))
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer, [0])
+        module, optimizer = copy.deepcopy((modules[1], optimizers[1]))
+        for one, other in (*zip(modules, optimizers, strict=True), (module, optimizer)):
+            train(one, other, [1, 2])
+        assert_same_training([modules[0], module], [optimizers[0], optimizer])
+        assert on_host(optimizer) == on_host(optimizers[1])
+        plain = fsdp2.offload_optimizer_state(make("AdamW")([nn.Parameter(torch.ones(8))]), bucket_mb=BUCKET)
+        plain.param_groups[0]["params"][0].grad = torch.ones(8)
+        plain.step()
+        again = pickle.loads(pickle.dumps(plain))
+        assert on_host(again) == on_host(plain) > 0
+
+
+# ---- checkpoints ----
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cpu_offload": True},
+        {"flatten_optimizer_state_dict": True},
+        {"full_state_dict": True, "broadcast_from_rank0": True},
+    ],
+    ids=lambda options: "-".join(options) or "sharded",
+)
+def test_checkpoint_helpers(rank, world, name, options):
+    """What is saved is what the step without it saves, and it loads into optimizers with and without it."""
+    with host_apart():
+        modules, optimizers = pair(make(name))
+        others, new = pair(make(name))
+        for module in (*modules, *others):  # torch broadcasts the state of a scalar as a plain tensor, and then fails
+            module.scale.requires_grad_("broadcast_from_rank0" not in options)
+        saving = {key: value for key, value in options.items() if key != "broadcast_from_rank0"}
+        saved = []
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer, [0, 1])
+            saved.append(get_optimizer_state_dict(module, optimizer, options=StateDictOptions(**saving)))
+        assert_equal(*saved)
+        for module, optimizer, old, state in zip(others, new, modules, reversed(saved), strict=True):
+            module.load_state_dict(old.state_dict())
+            state = copy.deepcopy(state) if rank == 0 or "broadcast_from_rank0" not in options else {}
+            set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(**options))
+            train(module, optimizer, [2])
+        assert on_host(new[1]) == on_host(optimizers[1])
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer, [2])
+            assert_same_training([module, others[0]], [optimizer, new[0]])
+        assert_same_training(others, new)
+
+
+@on_ranks(2)
+def test_distributed_checkpoints(rank, world, tmp_path):
+    """DCP saves from memory of the host and loads into it, in place."""
+    with host_apart():
+        modules, optimizers = pair(make("AdamW", "foreach"))
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer, [0, 1])
+        dcp.save({"optimizer": get_optimizer_state_dict(modules[1], optimizers[1])}, checkpoint_id=tmp_path)
+        train(modules[1], optimizers[1], [2])
+        places = {param: entry["exp_avg"] for param, entry in optimizers[1].state.items()}
+        state = {"optimizer": get_optimizer_state_dict(modules[1], optimizers[1])}
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(modules[1], optimizers[1], state["optimizer"])
+        assert_equal(optimizers[0].state_dict(), optimizers[1].state_dict())
+        assert all(optimizers[1].state[param]["exp_avg"] is moment for param, moment in places.items())
+        assert on_host(optimizers[1])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["shards", "whole"])
+def test_state_dicts(rank, world, form):
+    """``load_state_dict`` takes shards and whole tensors, and puts them where the state is; a saved state is kept."""
+    with host_apart():
+        modules, optimizers = pair(make("AdamW"))
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer, [0, 1])
+            state = copy.deepcopy(optimizer.state_dict())
+            if form == "whole":
+                for entry in state["state"].values():
+                    entry.update({k: v.full_tensor() for k, v in entry.items() if isinstance(v, DTensor)})
+            moments = [entry["exp_avg"] for entry in state["state"].values() if entry["exp_avg"].numel() > 1]
+            before = copy.deepcopy(moments)
+            train(module, optimizer, [2])
+            optimizer.load_state_dict(state)
+            train(module, optimizer, [3])
+            if optimizer is optimizers[1]:
+                assert_equal(moments, before)
+        assert_same_training(modules, optimizers)
+        assert on_host(optimizers[1])
+
+
+@on_ranks(2)
+def test_loading_puts_nothing_on_the_device(rank, world):
+    """torch moves loaded state to the device of its parameter; what is to lie on the host stays there."""
+    seen: list[str] = []
+    param = nn.Parameter(torch.ones(64))
+    with host_apart():
+        optimizer = fsdp2.offload_optimizer_state(make("AdamW")([param]))
+        param.grad = torch.ones(64)
+        optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.register_load_state_dict_post_hook(
+            lambda o: seen.extend(type(v).__name__ for v in o.state[param].values())
+        )
+
+        class Moved(torch.Tensor):
+            def to(self, *args: Any, **kwargs: Any) -> Any:
+                raise AssertionError("moved")
+
+        state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].as_subclass(Moved)
+        with pytest.raises(AssertionError, match="moved"):
+            make("AdamW")([param]).load_state_dict(state)
+        state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].as_subclass(torch.Tensor)
+        optimizer.load_state_dict(state)
+    assert seen == ["Tensor"] * 3
+
+
+# ---- whole parameters ----
+
+
+@composes("state on the host", "Muon", "uneven")
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Shampoo"])
+@pytest.mark.parametrize("budget", [0, 400])
+def test_whole_parameters(rank, world, name, budget):
+    """The owners' state lies on the host: momentum, rows and columns, lists of factors. Results are one process's."""
+    with host_apart():
+        module, optimizer, reference, plain = whole.pair(name, bucket_mb=400 / 2**20)
+        fsdp2.offload_optimizer_state(optimizer, device_budget_bytes=budget, bucket_mb=BUCKET)
+        whole.train(module, optimizer, reference, plain, range(3))
+        state = copy.deepcopy(optimizer.state_dict())
+        whole.assert_same_state(optimizer.state_dict(), plain.state_dict())
+        whole.train(module, optimizer, reference, plain, [3])
+        optimizer.load_state_dict(state)
+        whole.assert_same_state(optimizer.state_dict(), state)
+        whole.set_gradients(module, reference, 4)
+        optimizer.step()
+        host = optimizer.__dict__[HOST_STATE]
+        assert sum(host._kept.values()) <= budget
+        held = torch.tensor([on_host(optimizer)])
+        torch.distributed.all_reduce(held)
+        assert held.item() > 0 or budget
+
+
+# ---- refused ----
+
+
+def test_optimizers_and_options_that_cannot_work() -> None:
+    """Each is named, with what to do."""
+    params = [nn.Parameter(torch.ones(2, 2))]
+    offload: Any = fsdp2.offload_optimizer_state
+    with pytest.raises(TypeError, match=r"got dict; pass the optimizer that a wrapper holds"):
+        offload({})
+    with pytest.raises(ValueError, match=r"offload_optimizer_state: LBFGS cannot .* products over all elements"):
+        offload(torch.optim.LBFGS(params))
+    with pytest.raises(ValueError, match=r"offload_optimizer_state: Muon cannot .* Call fsdp2.use_full_params on it"):
+        offload(torch.optim.Muon(params))
+    with pytest.raises(ValueError, match=r"offload_optimizer_state: it is not known whether .*Sign is elementwise"):
+        offload(Sign(params))
+    for budget in (-1, 1.5, True):
+        with pytest.raises(ValueError, match=r"device_budget_bytes must be a number of bytes >= 0, got"):
+            offload(torch.optim.SGD(params), device_budget_bytes=budget)
+    with pytest.raises(ValueError, match=r"expected bucket_mb > 0, got 0"):
+        offload(torch.optim.SGD(params), bucket_mb=0)
+    differentiable = offload(torch.optim.Adam(params, differentiable=True))
+    with pytest.raises(ValueError, match=r"Adam.step: group 0 has differentiable=True, expected False"):
+        differentiable.step()
+    whole_first = offload(torch.optim.AdamW(params))
+    with pytest.raises(ValueError, match=r"offload_optimizer_state was called .* Call use_full_params first"):
+        fsdp2.use_full_params(whole_first)
+    fsdp2.offload_optimizer_state(fsdp2.use_full_params(torch.optim.AdamW(params))).step()
+
+
+def test_twice_is_once() -> None:
+    """A second call returns the optimizer as it is."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    fsdp2.offload_optimizer_state(optimizer)
+    step = optimizer.step
+    assert fsdp2.offload_optimizer_state(optimizer) is optimizer and optimizer.step == step
+
+
+def test_a_compiled_step() -> None:
+    """torch.compile leaves the step as it is."""
+    params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    with host_apart():
+        optimizers = [torch.optim.AdamW([param], lr=0.1) for param in params]
+        fsdp2.offload_optimizer_state(optimizers[1])
+        step = torch.compile(optimizers[1].step, backend="eager")
+        for number in range(3):
+            for param in params:
+                param.grad = torch.full((4,), float(number))
+            optimizers[0].step()
+            step()
+    torch._dynamo.reset()
+    assert torch.equal(*params) and on_host(optimizers[1])
+
+
+def test_slots_are_for_pieces_in_turn() -> None:
+    """Five pieces pass through three slots: all arrive in their order, and changes come back."""
+    pieces = [[torch.full((16,), i, dtype=torch.uint8), torch.full((4,), i, dtype=torch.uint8)] for i in range(5)]
+    staging = Staging(torch.device("cpu"))
+    staging.begin(pieces)
+    for i in range(5):
+        slot = staging.use()[:20]
+        assert slot.eq(i).all()
+        slot.add_(10)
+        staging.send_back()
+    staging.end()
+    assert all(part.eq(10 + i).all() for i, piece in enumerate(pieces) for part in piece)

@@ -18,10 +18,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def part_of(
     flat: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """Return a dense tensor from byte ``start`` of ``flat`` on, with a storage of its own that lies in that memory.
+    """Return a dense tensor from byte ``start`` of ``flat`` on, with a storage of its own inside that memory.
 
-    It starts at its storage's beginning and ends at its end, so that copying, saving and pickling take it alone. A fake
-    tensor's storage has no parts; there it is a view.
+    It fills its storage, so that copying, saving and pickling take it alone. Storages of fake tensors have no parts;
+    there it is a view.
     """
     end = start + math.prod(shape) * dtype.itemsize
     if _without_memory(flat):
@@ -30,9 +30,8 @@ def part_of(
 
 
 def _without_memory(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a fake one, which has a device and a size but no memory.
-
-    torch's memory trackers and estimators use fake tensors too.
+    """Return whether ``tensor`` is a fake tensor, with a device and a size but no memory: in forecasts, or in torch's
+    memory trackers and estimators.
     """
     return tensor.untyped_storage().device.type == "meta"
 

@@ -310,12 +310,7 @@ class ShardStore:
         self._full = self.gather_buffers = self._subgroup = self.portions = None
 
     def _view(self, i: int) -> torch.Tensor:
-        """Return the shard of plain parameter ``i``, with a storage of its own inside the flat buffer's memory.
-
-        The shard fills its storage, so that copying, saving and pickling take it alone. Storages of fake tensors have
-        no parts; there the shard is a view.
-        """
-        """Return the shard of plain parameter ``i``: a storage of its own that lies in the flat buffer's memory."""
+        """Return the shard of plain parameter ``i``, with a storage of its own inside the flat buffer's memory."""
         assert self._flat is not None and self._plan is not None
         spec, dtype, start = self._plain[i].spec, self._items[i].dtype, self._plan.shard_offset[i]
         return part_of(self._flat, start, dtype, spec.shard_shape, spec.shard_stride)
@@ -413,13 +408,6 @@ def _item(param: FSDPParam, dtype: torch.dtype) -> Item:
         return Item(layout, dtype, wire_dtype)
     form = param.formats.gather if dtype in ENCODED and wire_dtype in ENCODED else None
     return Item(param.spec.layout, dtype, wire_dtype, form=form)
-
-
-def _without_memory(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a fake tensor, with a device and a size but no memory: in forecasts, or in torch's
-    memory trackers and estimators.
-    """
-    return tensor.untyped_storage().device.type == "meta"
 
 
 def _own(piece: torch.Tensor, param: FSDPParam, device: torch.device | str) -> torch.Tensor:

@@ -58,6 +58,12 @@ def match(
             problems.append(f"dtype of {key}: got {entry.dtype}, expected {place.dtype} or one that fits in it")
     if problems:
         hint = "; strict=False ignores missing and unexpected keys" if strict and (missing or unexpected) else ""
+        shapes = {place.shape for place in matched}
+        if strict and missing and not unexpected and all(known[n].shape in shapes for n in missing if n in known):
+            hint += (
+                "; if what is missing is tied to another weight, as heads to embeddings, tie them before fully_shard "
+                "(model.tie_weights() in transformers)"
+            )
         raise RuntimeError(f"{where}: " + "\n  ".join([*problems, f"nothing was loaded{hint}"]))
     return matched, Loaded(missing, unexpected)
 

@@ -56,6 +56,33 @@ def test_prints(path, tmp_path):
         assert_alike(line, wanted, measured)
 
 
+CONFIG = re.compile(r"^config = AutoConfig\.for_model\(\n.*?^\)\n", re.M | re.S)
+TIED = """config = AutoConfig.for_model("{}", vocab_size=64, hidden_size=64, {}, eos_token_id=0, pad_token_id=0)
+assert config.tie_word_embeddings
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gpt2", "n_layer=2, n_head=4"),
+        ("opt", "ffn_dim=128, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64"),
+    ],
+)
+def test_fine_tuning_another_model(kind, sizes, tmp_path):
+    """With nothing but the configuration changed: of a model with a tied head, and with dropout. The head was parted
+    from the embedding on the meta device, so that its weight was missing in the files; and dropout was left on."""
+    skip_without("tutorials/finetune.md")
+    text, changed = CONFIG.subn(TIED.format(kind, sizes), program_of(DOCS / "tutorials" / "finetune.md"))
+    assert changed == 1
+    (tmp_path / "program.py").write_text(text)
+    done = torchrun("program.py", folder=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = dict(re.findall(r"^(held out|exported|loaded again): loss (\d+\.\d+)", done.stdout, re.M))
+    assert len(found) == 3 and found["exported"] == found["loaded again"], done.stdout
+    assert float(found["held out"]) == pytest.approx(float(found["exported"]), abs=0.02), done.stdout
+
+
 def test_differences_are_noticed():
     """Another word, another integer and a number that is too far away."""
     assert_alike("step 10: loss 4.16 of 64", "step 10: loss 4.17 of 64", False)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import nn
 
 import fsdp2
 from tests.support.pool import on_ranks
@@ -112,6 +113,33 @@ def test_every_rank_learns_what_is_wrong(rank, world, tmp_path, how, kind, text,
             assert value.is_meta if meta else torch.equal(value.full_tensor(), before[key])
     fsdp2.load_safetensors(module, tmp_path / "good")
     assert_holds(module, values)
+
+
+@on_ranks(2)
+def test_a_head_that_is_no_longer_tied(rank, world, tmp_path):
+    """accelerate's ``init_empty_weights`` parts tied weights, and files have them once. The error named the key, and
+    advised to ignore it; it says what helps, which is done. A key that no other weight is like gets no such advice."""
+    build = lambda: nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    if rank == 0:
+        save_file({"0.weight": torch.ones(8, 4)}, tmp_path / "model.safetensors")
+    box = [str(tmp_path)]
+    dist.broadcast_object_list(box, src=0)
+    for tied in (False, True):
+        with torch.device("meta"):
+            module = build()
+        if tied:
+            module[1].weight = module[0].weight
+        fsdp2.fully_shard(module)
+        if tied:
+            fsdp2.load_safetensors(module, box[0])
+            assert module[1].weight is module[0].weight and module[1].weight.full_tensor().sum() == 32
+        else:
+            with pytest.raises(RuntimeError, match=r"Missing key\(s\): '1.weight'(.|\n)*tie them before fully_shard"):
+                fsdp2.load_safetensors(module, box[0])
+    other = fsdp2.fully_shard(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 3, bias=False)))
+    with pytest.raises(RuntimeError, match="Missing key") as error:
+        fsdp2.load_safetensors(other, box[0])
+    assert "tie them" not in str(error.value)
 
 
 @on_ranks(2)

@@ -97,15 +97,21 @@ def streams(place: Place) -> Outcome:
     return watched(place, Ordering) if place.cuda else Outcome("skipped", "needs a GPU")
 
 
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+INT8 = CompressionPolicy(torch.int8, torch.int8, torch.int8, block=16, min_numel=512)
 ON_STREAMS: dict[str, dict[str, Any]] = {
     "float32": {},
     "mixed": {"mp_policy": MIXED},
-    "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
+    "bfloat16": {"mp_policy": BF16},
     "in pairs": {"reshard_after_forward": 2, "mp_policy": MIXED},
-    "compressed": {"compression": CompressionPolicy(torch.int8, torch.int8, torch.int8, block=16, min_numel=512)},
+    "compressed": {"compression": INT8},
     "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "hybrid": {"copies": 2, "mp_policy": MIXED},
+    "hybrid, bfloat16": {"copies": 2, "mp_policy": BF16},
+    "hybrid, compressed": {"copies": 2, "compression": INT8, "mp_policy": MIXED},
+    "over replicas": {"copies": 2, "shard_over_replicas": True, "mp_policy": MIXED},
 }
-"""Options that use other lanes, or the same lanes otherwise."""
+"""Options that use other lanes, or the same lanes otherwise; ``copies`` is the number of replicas."""
 
 
 def watched(place: Place, watcher: Callable[[], Any]) -> Outcome:
@@ -114,9 +120,14 @@ def watched(place: Place, watcher: Callable[[], Any]) -> Outcome:
     for name, options in ON_STREAMS.items():
         if name == "offloaded" and not place.cuda:
             continue  # shards are on the host in any case
-        if name == "in pairs" and place.world % 2:
+        copies = options.get("copies", 1)
+        if place.world % 2 and (copies > 1 or name == "in pairs"):
             continue
-        model = trial.sharded(Small, partial(shard, mesh=trial.mesh(), **options))
+        mesh = trial.mesh() if copies == 1 else trial.mesh(copies, place.world // copies, names=("replicate", "shard"))
+        options = {option: value for option, value in options.items() if option != "copies"}
+        model = trial.sharded(Small, partial(shard, mesh=mesh, **options))
+        if copies > 1:
+            model.set_transfer_sizes(direct_param_bytes=0)  # as parameters of a usual size
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=False)
         with watcher() as watching:
             for step in range(3):

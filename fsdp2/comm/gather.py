@@ -16,7 +16,7 @@ from fsdp2.comm.streams import ComputeLane, Lane, Lanes
 from fsdp2.policies import AllGather, WireFormat
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import CastSpan, FlatPlan, Item, align
+from fsdp2.sharding.packing import CastSpan, FlatPlan, PlannedParam, align
 
 __all__ = ["Buffer", "GatherBuffers", "Gathering", "HostCopies", "finish_gather", "start_gather"]
 
@@ -62,7 +62,13 @@ class GatherBuffers:
     """Everything one group's gather reads and writes, made once: views of the wire, full and staging buffers."""
 
     def __init__(
-        self, items: Sequence[Item], plan: FlatPlan, shards: torch.Tensor, full: Buffer, *, fused: bool | None = None
+        self,
+        items: Sequence[PlannedParam],
+        plan: FlatPlan,
+        shards: torch.Tensor,
+        full: Buffer,
+        *,
+        fused: bool | None = None,
     ) -> None:
         """``shards`` is the group's shard buffer as bytes; ``full`` must be allocated while the views are made.
 

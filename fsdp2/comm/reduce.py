@@ -456,11 +456,11 @@ def _inputs(
     must be our ``own``. The others are copied to memory of the compute stream, which gradients and activations free.
     """
     lanes, device = memory.lanes, grads[0].device
-    parts: list[_Part] = [(list(grads), row.rest)]
+    parts: list[_Part] = [(list(grads), row.packed_row)]
     if row.in_place:
         parts = [([grads[i]], row.layouts[i]) for i in row.in_place]
-        if row.rest.numel:
-            parts.append(([grads[i] for i in row.packed], row.rest))
+        if row.packed_row.numel:
+            parts.append(([grads[i] for i in row.packed], row.packed_row))
     grads.clear()
     copied = [own or not _lies_as(part, layout, dtype) for part, layout in parts]
     left = 0
@@ -530,7 +530,7 @@ def _outputs(out: torch.Tensor, row: RowPlan) -> list[torch.Tensor]:
     if not row.in_place:
         return [out]
     outputs = [out[row.offsets[i] : row.offsets[i] + row.layouts[i].slot_numel] for i in row.in_place]
-    return [*outputs, out[row.rest_offset :]] if row.rest.numel else outputs
+    return [*outputs, out[row.packed_offset :]] if row.packed_row.numel else outputs
 
 
 def _sum_rows(rows: torch.Tensor, axis: Axis, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:

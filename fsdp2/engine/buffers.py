@@ -14,7 +14,7 @@ from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.pieces import part_of
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
-from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_nested
+from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_sharded_twice
 from fsdp2.engine.formats import ENCODED, digest
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, copy_of, lie_in, show, storages_of_shards, writes_to_shards
@@ -22,7 +22,7 @@ from fsdp2.engine.portions import Portions, portion_items
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
-from fsdp2.sharding.packing import NO_LIMIT, FlatPlan, Item, TransferSizes, plan_flat
+from fsdp2.sharding.packing import NO_LIMIT, FlatPlan, PlannedParam, TransferSizes, plan_flat
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["ShardStore"]
@@ -58,8 +58,8 @@ class ShardStore:
         self._full_params: list[torch.Tensor] = []
         self._flat: torch.Tensor | None = None
         self._plan: FlatPlan | None = None
-        self._items: list[Item] = []  # the shards of ``_plain``
-        self._gathered: list[Item] = []  # gathered over the shard axis: ``_items``, or portions
+        self._items: list[PlannedParam] = []  # the shards of ``_plain``
+        self._gathered: list[PlannedParam] = []  # gathered over the shard axis: ``_items``, or portions
         self.full_bytes = 0  # of the full parameters in the dtype of computation; kept, since each backward reads it
         self._placed: dict[FSDPParam, torch.Tensor] = {}  # the local tensor that each shard was given
         self._storages: list[int] = []  # of the DTensors around these
@@ -285,8 +285,8 @@ class ShardStore:
             fits = self._plan is not None and self._flat is not None and self._flat.device == target
             if not fits or items != self._items or [p for p, _ in plain] != self._plain:
                 with_extension = [p for p, x in own if not x.is_meta]
-                if with_extension and self.mesh.nested is not None:
-                    refuse_nested(with_extension[0].name, with_extension[0].local)
+                if with_extension and self.mesh.sharded_twice is not None:
+                    refuse_sharded_twice(with_extension[0].name, with_extension[0].local)
                 self._start_anew([p for p, _ in plain], items, target)
                 extensions = [GatherExtension(p, self.mesh.shard_mesh, device) for p in with_extension]
                 self.extensions = GroupExtensions(extensions) if extensions else None
@@ -297,8 +297,8 @@ class ShardStore:
                 self._set(param, view)
         self._storages = storages_of_shards(self._placed)
 
-    def _start_anew(self, plain: list[FSDPParam], items: list[Item], device: torch.device) -> None:
-        nested = self.mesh.nested is not None
+    def _start_anew(self, plain: list[FSDPParam], items: list[PlannedParam], device: torch.device) -> None:
+        nested = self.mesh.sharded_twice is not None
         self._plain, self._items = plain, items
         self._gathered = portion_items(plain, items, self.mesh) if nested else items
         self.full_bytes = sum(item.full_bytes for item in self._gathered)
@@ -329,7 +329,7 @@ class ShardStore:
         assert self._plan is not None and self._flat is not None
         plan, source, items = self._plan, self._flat, self._gathered
         with torch.inference_mode(False), torch.no_grad():
-            if self.mesh.nested is not None:
+            if self.mesh.sharded_twice is not None:
                 sizes = self._sizes(self.options)
                 self.portions = Portions(source, self._items, plan, items, sizes, self.mesh, lanes.replicate)
                 plan, source = self.portions.plan, self.portions.bytes
@@ -402,12 +402,12 @@ class ShardStore:
         return self._subgroup
 
 
-def _item(param: FSDPParam, dtype: torch.dtype) -> Item:
+def _item(param: FSDPParam, dtype: torch.dtype) -> PlannedParam:
     wire_dtype = compute_dtype(dtype, param.policy)
     if (layout := param.spec.over_replicas) is not None:  # the format is for portions
-        return Item(layout, dtype, wire_dtype)
+        return PlannedParam(layout, dtype, wire_dtype)
     form = param.formats.gather if dtype in ENCODED and wire_dtype in ENCODED else None
-    return Item(param.spec.layout, dtype, wire_dtype, form=form)
+    return PlannedParam(param.spec.layout, dtype, wire_dtype, form=form)
 
 
 def _own(piece: torch.Tensor, param: FSDPParam, device: torch.device | str) -> torch.Tensor:

@@ -137,7 +137,7 @@ class GradientPlan:
         store, mesh, keys = self._store, self._store.mesh, list(self.dtypes.values())
         ranks = max(mesh.shard.size, mesh.replicate.size)
         # NCCL always has streams. Other backends use the device's, except for gloo, which uses none.
-        streams = mesh.first.is_nccl or (self._comm.lanes.on_streams and mesh.first.coalesces)
+        streams = mesh.first_axis.is_nccl or (self._comm.lanes.on_streams and mesh.first_axis.coalesces)
         # On streams chunks bound the bytes packed, in the dtype of the sum; on a CPU the bytes sent, as computed.
         dtypes = [key.reduce if streams else key.computed for key in keys]
         nbytes = [store.params[i].spec.layout.numel * dtype.itemsize for i, dtype in zip(reduced, dtypes)]
@@ -150,7 +150,7 @@ class GradientPlan:
         plan = plan_chunks(keys, nbytes, sizes, ranks, largest, streams=streams)
         return ChunkPlan(
             tuple(tuple(reduced[j] for j in chunk) for chunk in plan.streamed),
-            tuple(tuple(reduced[j] for j in chunk) for chunk in plan.rest),
+            tuple(tuple(reduced[j] for j in chunk) for chunk in plan.at_end),
         )
 
     def _make_row(self, params: list[FSDPParam], dtypes: GradientDtypes) -> RowPlan:
@@ -187,7 +187,7 @@ class GradientPlan:
         """
         reduce, replicate = dtypes.formats
         mesh = self._store.mesh
-        if replicate is not None and mesh.nested is None:
+        if replicate is not None and mesh.sharded_twice is None:
             return replicate.block * mesh.replicate.size
         return self._aligned(mesh.shard, dtypes) if reduce is None else reduce.block
 

@@ -17,19 +17,21 @@ from fsdp2.comm.streams import ComputeLane, Lane, Lanes
 from fsdp2.engine.param import FSDPParam
 from fsdp2.engine.stamp import Stamp
 from fsdp2.sharding.mesh import Axis, DataParallelMesh
-from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
+from fsdp2.sharding.packing import FlatPlan, PlannedParam, TransferSizes, plan_flat
 
 __all__ = ["Portions", "portion_items"]
 
 
-def portion_items(params: Sequence[FSDPParam], items: Sequence[Item], mesh: DataParallelMesh) -> list[Item]:
+def portion_items(
+    params: Sequence[FSDPParam], items: Sequence[PlannedParam], mesh: DataParallelMesh
+) -> list[PlannedParam]:
     """Return the items of portions, which are gathered over the shard axis; ``items`` are those of the shards."""
     found = []
     for param, item in zip(params, items):
         layout = param.spec.layout
         # The first rank's portion is the largest. A gather over the replicate axis writes padding behind it.
         room = layout.within(0, mesh.replicate.size).full_storage_numel
-        found.append(Item(layout, item.wire_dtype, item.wire_dtype, form=param.formats.gather, room=room))
+        found.append(PlannedParam(layout, item.wire_dtype, item.wire_dtype, form=param.formats.gather, room=room))
     return found
 
 
@@ -39,9 +41,9 @@ class Portions:
     def __init__(
         self,
         shards: torch.Tensor,
-        items: Sequence[Item],
+        items: Sequence[PlannedParam],
         plan: FlatPlan,
-        gathered: Sequence[Item],
+        gathered: Sequence[PlannedParam],
         sizes: TransferSizes,
         mesh: DataParallelMesh,
         lane: Lane,

@@ -284,7 +284,7 @@ class Residency:
         It does if none outlived a pass, or if shards were written since. As any stamp, all ranks see that alike.
         """
         store, state = self.store, self.state
-        if store.mesh.nested is None or self.summoned:
+        if store.mesh.sharded_twice is None or self.summoned:
             return False
         if type(state) is not Sharded:
             # What is in memory is freed when the group is used.

@@ -135,7 +135,7 @@ class RootContext(Generic[U]):
         groups = self.groups
         asked = [group.store.options.reduce_inputs for group in groups if group.store.options.reduce_inputs is not None]
         units = max(asked, default=1)
-        chunks = asked or [chunks_in_flight(group.mesh.first) for group in groups]
+        chunks = asked or [chunks_in_flight(group.mesh.first_axis) for group in groups]
         largest = max((group.store.full_bytes for group in groups), default=0)
         self.comm.set_limits(self, max(chunks, default=1), units, largest)
 
@@ -582,7 +582,7 @@ def _how_many(flags: list[bool]) -> str:
 def are_copied(groups: Iterable[FSDPParamGroup]) -> bool:
     """Return whether each replica can gather ``groups`` alone, while the others do something else."""
     meshes = [group.mesh for group in groups]
-    return any(mesh.copies > 1 for mesh in meshes) and all(mesh.nested is None for mesh in meshes)
+    return any(mesh.copies > 1 for mesh in meshes) and all(mesh.sharded_twice is None for mesh in meshes)
 
 
 def with_outdated_portions(groups: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:

@@ -13,7 +13,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import DataParallelMesh
-from fsdp2.sharding.packing import Item, plan_flat
+from fsdp2.sharding.packing import PlannedParam, plan_flat
 
 __all__ = ["PaddingReport", "UnitPadding", "padding_report"]
 
@@ -78,16 +78,17 @@ def padding_report(module: nn.Module) -> PaddingReport:
 
 def _parts(mesh: DataParallelMesh) -> int:
     """Return the number of ranks that each piece for the shard axis is cut over once more."""
-    return 1 if mesh.nested is None else mesh.replicate.size
+    return 1 if mesh.sharded_twice is None else mesh.replicate.size
 
 
 def _bytes(group: FSDPParamGroup) -> tuple[int, int]:
     """Return the bytes of parameters and of padding on all ranks; a whole parameter counts on every rank."""
     ranks, parts = group.mesh.shard.size, _parts(group.mesh)
     items = [
-        Item(p.spec.layout, p.dtype, compute_dtype(p.dtype, p.policy), form=p.formats.gather) for p in group.params
+        PlannedParam(p.spec.layout, p.dtype, compute_dtype(p.dtype, p.policy), form=p.formats.gather)
+        for p in group.params
     ]
-    if group.mesh.nested is None:
+    if group.mesh.sharded_twice is None:
         held = ranks * _held(items, group)
     else:  # the last pieces for the shard axis are smaller, and so are their parts
         held = sum(
@@ -99,7 +100,7 @@ def _bytes(group: FSDPParamGroup) -> tuple[int, int]:
     return own, held - own
 
 
-def _held(items: list[Item], group: FSDPParamGroup) -> int:
+def _held(items: list[PlannedParam], group: FSDPParamGroup) -> int:
     """Return the bytes that one rank holds of ``items``."""
     return plan_flat(items, group.store.options.sizes).shard_bytes
 

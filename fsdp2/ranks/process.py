@@ -246,7 +246,7 @@ def monitor_ranks(root: RootContext, kind: PassKind, error: Exception | None) ->
     shared = [group for group in groups if set(listed_ranks(group.mesh.mesh)) == set(ranks)]
     board = process.board(ranks, mesh)
     met = compare(board, root, shared, kind, error)
-    if mesh.first.backend == "gloo":
+    if mesh.first_axis.backend == "gloo":
         monitor = RankMonitor(board, root, _now, _conflicting_save, met)  # torch saves on gloo
     else:
         monitor = RankMonitor(board, root, process.run, meetings=met)

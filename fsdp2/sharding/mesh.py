@@ -136,8 +136,8 @@ class DataParallelMesh:
     stand for two dimensions. With ``dp_mesh_dims``, ``spmd`` is the mesh that parameters already lie on, and ``dims``
     names its data-parallel dimensions.
 
-    With ``shard_over_replicas``, ``nested`` is a mesh (shard, replicate) of the same ranks: each rank's piece for the
-    shard axis is sharded once more, over the replicate axis, so no two ranks keep the same elements.
+    With ``shard_over_replicas``, ``sharded_twice`` is a mesh (shard, replicate) of the same ranks: each rank's piece
+    for the shard axis is sharded once more, over the replicate axis, so no two ranks keep the same elements.
     """
 
     mesh: DeviceMesh
@@ -146,7 +146,7 @@ class DataParallelMesh:
     device: torch.device
     spmd: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
-    nested: DeviceMesh | None = None
+    sharded_twice: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         """Check that replicas hold the same pieces: otherwise gradients of different pieces would be summed.
@@ -157,7 +157,7 @@ class DataParallelMesh:
             ValueError: The process groups of the shard axis sort ranks that the mesh lists in another order.
         """
         place: Sequence[int] = self.mesh.get_coordinate() or ()
-        axes = [(self.shard, -1)] if self.nested is None else [(self.shard, -1), (self.replicate, 0)]
+        axes = [(self.shard, -1)] if self.sharded_twice is None else [(self.shard, -1), (self.replicate, 0)]
         for axis, dim in axes:
             if axis.group is None or not place or place[dim] == axis.group.rank():
                 continue
@@ -245,7 +245,7 @@ class DataParallelMesh:
         line = self.mesh
         if line.ndim == 2:
             line = flatten_mesh(line, "_".join(line.mesh_dim_names or ()))
-        return replace(self, shard=_ABSENT, replicate=Axis.of(line, 0), nested=None)
+        return replace(self, shard=_ABSENT, replicate=Axis.of(line, 0), sharded_twice=None)
 
     def over_replicas(self) -> DataParallelMesh:
         """Return the same ranks, with every rank's piece sharded over the replicate axis too; makes no process group.
@@ -266,27 +266,27 @@ class DataParallelMesh:
             )
         if self.replicate.size == 1:
             return self
-        return replace(self, nested=shard_first(self.mesh))
+        return replace(self, sharded_twice=shard_first(self.mesh))
 
     @property
-    def placed(self) -> DeviceMesh:
+    def mesh_of_shards(self) -> DeviceMesh:
         """The mesh that shards lie on."""
-        return self.mesh if self.nested is None else self.nested
+        return self.mesh if self.sharded_twice is None else self.sharded_twice
 
     @property
     def copies(self) -> int:
         """The number of ranks that keep the same shards."""
-        return 1 if self.nested is not None else self.replicate.size
+        return 1 if self.sharded_twice is not None else self.replicate.size
 
     @property
-    def first(self) -> Axis:
+    def first_axis(self) -> Axis:
         """The axis that gradients are reduced over first: the shard axis, or the replicate axis if there is none."""
         return self.replicate if self.shard.group is None else self.shard
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The purpose of each dimension of ``placed``: "shard" or "replicate"."""
-        if self.nested is not None:
+        """The purpose of each dimension of ``mesh_of_shards``: "shard" or "replicate"."""
+        if self.sharded_twice is not None:
             return ("shard", "shard")
         if self.shard.group is None:
             return ("replicate",) * self.mesh.ndim

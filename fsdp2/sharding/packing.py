@@ -24,7 +24,7 @@ __all__ = [
     "CastSpan",
     "ChunkPlan",
     "FlatPlan",
-    "Item",
+    "PlannedParam",
     "RowPlan",
     "TransferSizes",
     "align",
@@ -91,7 +91,7 @@ class TransferSizes:
 
 
 @dataclass(frozen=True)
-class Item:
+class PlannedParam:
     """One parameter of a plan: its layout, its own dtype, and its dtype as sent.
 
     With a ``form`` it is packed and sent encoded; it has the wire dtype after decoding. Its slot has space for at least
@@ -166,7 +166,7 @@ def align(value: int, multiple: int = ALIGN_BYTES) -> int:
     return -(-value // multiple) * multiple
 
 
-def _slot_numel(item: Item) -> int:
+def _slot_numel(item: PlannedParam) -> int:
     """Return the elements of one rank's slot, aligned in both dtypes so that one kernel can cast or encode a span."""
     numel = max(item.layout.slot_numel, item.room)
     smaller = min(item.dtype.itemsize, item.wire_dtype.itemsize)
@@ -174,10 +174,10 @@ def _slot_numel(item: Item) -> int:
     return align(numel, multiple if item.form is None else math.lcm(multiple, item.form.block))
 
 
-def _gathered_in_place(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool) -> list[int]:
+def _gathered_in_place(items: Sequence[PlannedParam], sizes: TransferSizes, *, coalesced: bool) -> list[int]:
     """Choose the parameters that get a collective of their own: on a single rank, all that can have one."""
 
-    def movable(item: Item) -> bool:
+    def movable(item: PlannedParam) -> bool:
         layout = item.layout
         return item.form is None and layout.dim is not None and layout.rank_major and layout.numel > 0
 
@@ -200,7 +200,7 @@ def _least_direct_bytes(sizes: TransferSizes, ranks: int, *, coalesced: bool) ->
     return max(_DIRECT_BYTES, ranks * _DIRECT_BYTES_PER_RANK if coalesced else 0)
 
 
-def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = False) -> FlatPlan:
+def plan_flat(items: Sequence[PlannedParam], sizes: TransferSizes, *, coalesced: bool = False) -> FlatPlan:
     """Lay out a group's parameters in its shard, wire and full buffers.
 
     With ``coalesced``, the backend runs the collectives of a gather in one launch: few and large ones are best.
@@ -211,7 +211,7 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
     packed = [i for i in others if items[i].layout.numel]
     empty = [i for i in others if not items[i].layout.numel]
 
-    def key(item: Item | CastSpan) -> tuple[torch.dtype, torch.dtype, WireFormat | None]:
+    def key(item: PlannedParam | CastSpan) -> tuple[torch.dtype, torch.dtype, WireFormat | None]:
         return item.dtype, item.wire_dtype, item.form
 
     numbers = {found: number for number, found in enumerate(dict.fromkeys(map(key, items)))}
@@ -256,17 +256,17 @@ def plan_flat(items: Sequence[Item], sizes: TransferSizes, *, coalesced: bool = 
 class ChunkPlan:
     """Chunks of gradients, as indices.
 
-    ``streamed`` chunks are sent in this order, each as soon as its gradients are finished. The ``rest`` is sent when
-    the gradients of the whole group are finished.
+    ``streamed`` chunks are sent in this order, each as soon as its gradients are finished. Those ``at_end`` are sent
+    when the gradients of the whole group are finished.
     """
 
     streamed: tuple[tuple[int, ...], ...]
-    rest: tuple[tuple[int, ...], ...]
+    at_end: tuple[tuple[int, ...], ...]
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """All chunks in the order of launching."""
-        return self.streamed + self.rest
+        return self.streamed + self.at_end
 
 
 def _number_of_chunks(nbytes: int, ranks: int, sizes: TransferSizes, *, streams: bool) -> int:
@@ -303,22 +303,22 @@ def plan_chunks(
     at_once = streams and chunks == 1
     large = [] if at_once else [i for i in reversed(range(len(keys))) if nbytes[i] >= max(chunk_bytes // 4, 1)]
     are_large = set(large)
-    rest = [i for i in range(len(keys)) if i not in are_large]
+    at_end = [i for i in range(len(keys)) if i not in are_large]
     streamed: list[tuple[int, ...]] = []
     filling: list[int] = []
     for i in large:
         if filling and keys[filling[0]] != keys[i]:
-            rest += filling
+            at_end += filling
             filling = []
         filling.append(i)
         if sum(nbytes[j] for j in filling) >= chunk_bytes:
             streamed.append(tuple(filling))
             filling = []
-    rest = sorted(rest + filling)
-    if streams and len(streamed) == 1 and sum(nbytes[i] for i in rest) * _SMALL_PART <= sum(nbytes):
+    at_end = sorted(at_end + filling)
+    if streams and len(streamed) == 1 and sum(nbytes[i] for i in at_end) * _SMALL_PART <= sum(nbytes):
         # An output layer and its norm, say: sent early, it would be packed before the unit's parameters are freed.
-        streamed, rest = [], list(range(len(keys)))
-    by_key = [tuple(i for i in rest if keys[i] == key) for key in dict.fromkeys(keys[i] for i in rest)]
+        streamed, at_end = [], list(range(len(keys)))
+    by_key = [tuple(i for i in at_end if keys[i] == key) for key in dict.fromkeys(keys[i] for i in at_end)]
     return ChunkPlan(tuple(streamed), tuple(by_key))
 
 
@@ -347,8 +347,8 @@ class RowPlan:
     True if one kernel can pack all gradients, because every layout cuts the slowest dimension. Rows are padded with
     zeros to a multiple of ``pad_to``.
 
-    Gradients that are reduced ``in_place`` come first. The others are ``packed`` behind them, from ``rest_offset`` on,
-    and ``rest`` is their layout in a row of their own.
+    Gradients that are reduced ``in_place`` come first. The others are ``packed`` behind them, from ``packed_offset``
+    on, and ``packed_row`` is their layout in a separate row.
 
     With ``shard_over_replicas``, ``over_replicas`` is the layout in which this row is sent over the replicate axis.
     """
@@ -365,16 +365,16 @@ class RowPlan:
         self.in_place = tuple(in_place)
         self.packed = tuple(i for i in range(len(self.layouts)) if i not in self.in_place)
         offsets, end = [0] * len(self.layouts), 0
-        self.rest_offset = sum(self.layouts[i].slot_numel for i in self.in_place)
+        self.packed_offset = sum(self.layouts[i].slot_numel for i in self.in_place)
         for i in (*self.in_place, *self.packed):
             offsets[i] = end
             end += self.layouts[i].slot_numel
         self.offsets = tuple(offsets)
         self.numel = align(end, pad_to)
         self.padding = self.numel - end
-        self.rest: RowPlan = RowPlan([self.layouts[i] for i in self.packed], pad_to) if self.in_place else self
+        self.packed_row: RowPlan = RowPlan([self.layouts[i] for i in self.packed], pad_to) if self.in_place else self
         # Gradients that are reduced in place end aligned, so the padding of the others is that of the whole row.
-        assert not self.in_place or self.rest_offset + self.rest.numel == self.numel
+        assert not self.in_place or self.packed_offset + self.packed_row.numel == self.numel
         self.chunk_cat = all(
             layout.dim == 0 and layout.memory_order == tuple(range(len(layout.shape))) and layout.numel > 0
             for layout in layouts

@@ -107,22 +107,22 @@ class ShardedSpec:
         own = tuple(_dp_placement(role, dim, 1) for role in mesh.roles)
         if not is_dtensor:
             meta = TensorMeta(param.shape, layout.stride, param.dtype)
-            return cls._nested(layout, mesh, DTensorSpec(mesh.placed, own, tensor_meta=meta))
+            return cls._of_layout(layout, mesh, DTensorSpec(mesh.mesh_of_shards, own, tensor_meta=meta))
         full = dtensor_spec(param)
         factor = 1 if dim is None else full.num_shards_map[dim]
         own = tuple(_dp_placement(role, dim, factor) for role in mesh.roles)
         whole = concatenate_meshes([mesh.mesh, full.mesh])
-        whole = whole if mesh.nested is None else shard_first(whole)
+        whole = whole if mesh.sharded_twice is None else shard_first(whole)
         both = DTensorSpec(whole, (*own, *full.placements), tensor_meta=full.tensor_meta)
-        return cls._nested(layout, mesh, both, full)
+        return cls._of_layout(layout, mesh, both, full)
 
     @classmethod
-    def _nested(
+    def _of_layout(
         cls, layout: ShardLayout, mesh: DataParallelMesh, dtensor: DTensorSpec, full: DTensorSpec | None = None
     ) -> ShardedSpec:
-        """Return the spec of a parameter with ``layout``, sharded once more where ``mesh`` is ``nested``."""
+        """Return the spec of a parameter with ``layout``, cut again over the replicate axis if ``mesh`` says so."""
         first = Cut(layout, mesh.shard.rank)
-        again = () if mesh.nested is None else (first.again(mesh.replicate.size, mesh.replicate.rank),)
+        again = () if mesh.sharded_twice is None else (first.again(mesh.replicate.size, mesh.replicate.rank),)
         return cls((first, *again), dtensor, full)
 
     @classmethod
@@ -131,12 +131,12 @@ class ShardedSpec:
         placed = dtensor_spec(shard)
         dim = next((p.dim for p in placed.placements if isinstance(p, Shard)), None)
         own = tuple(_dp_placement(role, dim, 1) for role in mesh.roles)
-        if placed.mesh != mesh.placed or dim is None or tuple(placed.placements) != own:
+        if placed.mesh != mesh.mesh_of_shards or dim is None or tuple(placed.placements) != own:
             return None
         layout = ShardLayout(tuple(shard.shape), dense_strides(shard), dim, mesh.shard.size)
         # Not the mesh of ``shard``: on some ranks DTensor's caches may have returned an equal mesh with other process
         # groups for it.
-        return cls._nested(layout, mesh, replace(placed, mesh=mesh.placed))
+        return cls._of_layout(layout, mesh, replace(placed, mesh=mesh.mesh_of_shards))
 
     @staticmethod
     def least_padded(param: torch.Tensor, mesh: DataParallelMesh) -> Shard | None:
@@ -147,7 +147,7 @@ class ShardedSpec:
             for i, placement in enumerate(param.placements):
                 if (dim := cut_dim(placement)) is not None:
                     shape[dim] = -(-shape[dim] // param.device_mesh.size(i))
-        ranks = mesh.shard.size * (1 if mesh.nested is None else mesh.replicate.size)
+        ranks = mesh.shard.size * (1 if mesh.sharded_twice is None else mesh.replicate.size)
         best = ShardLayout.least_padded(tuple(shape), dense_strides(local), ranks).dim
         return None if best is None else Shard(best)
 

@@ -18,7 +18,7 @@ from fsdp2.comm.streams import Lanes
 from fsdp2.compression.formats import BlockFormat
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
-from fsdp2.sharding.packing import FlatPlan, Item, TransferSizes, plan_flat
+from fsdp2.sharding.packing import FlatPlan, PlannedParam, TransferSizes, plan_flat
 from tests.support.streams import Device
 from tests.unit.comm.ranks import axes, sent, simulated
 from tests.unit.strategies import chunk, counted, dense_strides, layouts
@@ -57,7 +57,7 @@ class Rank:
         return found
 
 
-def write_shards(shards: Tensor, plan: FlatPlan, items: list[Item], wholes: list[Tensor], rank: int) -> None:
+def write_shards(shards: Tensor, plan: FlatPlan, items: list[PlannedParam], wholes: list[Tensor], rank: int) -> None:
     """Put this rank's pieces into its shard buffer."""
     for item, whole, start in zip(items, wholes, plan.shard_offset):
         layout, numel = item.layout, item.layout.shard_numel(rank)
@@ -66,7 +66,7 @@ def write_shards(shards: Tensor, plan: FlatPlan, items: list[Item], wholes: list
 
 
 def make_ranks(
-    items: list[Item], sizes: TransferSizes, wholes: list[Tensor], *, fused: bool | None = None
+    items: list[PlannedParam], sizes: TransferSizes, wholes: list[Tensor], *, fused: bool | None = None
 ) -> list[Rank]:
     """Return every rank's side of a group with these parameters."""
     plan, made = plan_flat(items, sizes), []
@@ -88,7 +88,7 @@ def gather(ranks: list[Rank], **options: object) -> list[list[Tensor]]:
         return extras
 
 
-def numbered(items: list[Item], first: int = 0) -> list[Tensor]:
+def numbered(items: list[PlannedParam], first: int = 0) -> list[Tensor]:
     """Return whole parameters with small numbers that every dtype can hold."""
     return [(counted(item.layout, torch.int64) % 5 + first + i % 3).to(item.dtype) for i, item in enumerate(items)]
 
@@ -102,22 +102,24 @@ def assert_gathered(ranks: list[Rank], wholes: list[Tensor]) -> None:
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[list[Item], TransferSizes]:
+def groups(draw: st.DrawFn) -> tuple[list[PlannedParam], TransferSizes]:
     """Up to four parameters of mixed layouts and dtypes, gathered in any way; empty ones only next to a scalar."""
     ranks, scalar = draw(st.integers(1, 4)), draw(st.booleans())
     item = st.builds(
-        lambda layout, cast: Item(layout, *cast), layouts(ranks=ranks, nonempty=not scalar), st.sampled_from(CASTS)
+        lambda layout, cast: PlannedParam(layout, *cast),
+        layouts(ranks=ranks, nonempty=not scalar),
+        st.sampled_from(CASTS),
     )
     items = draw(st.lists(item, min_size=0 if scalar else 1, max_size=3))
     if scalar:
-        one = Item(ShardLayout((), (), None, ranks), torch.float32, torch.float32)
+        one = PlannedParam(ShardLayout((), (), None, ranks), torch.float32, torch.float32)
         items.insert(draw(st.integers(0, len(items))), one)
     return items, draw(st.sampled_from([DIRECT, PACKED, TransferSizes(64, 100)]))
 
 
 @settings(max_examples=50)
 @given(groups(), st.booleans())
-def test_every_rank_has_every_parameter(drawn: tuple[list[Item], TransferSizes], fused: bool) -> None:
+def test_every_rank_has_every_parameter(drawn: tuple[list[PlannedParam], TransferSizes], fused: bool) -> None:
     items, sizes = drawn
     wholes = numbered(items)
     ranks = make_ranks(items, sizes, wholes, fused=fused)
@@ -127,7 +129,9 @@ def test_every_rank_has_every_parameter(drawn: tuple[list[Item], TransferSizes],
 
 @settings(max_examples=50)
 @given(groups())
-def test_the_same_tensors_are_filled_again_after_they_were_freed(drawn: tuple[list[Item], TransferSizes]) -> None:
+def test_the_same_tensors_are_filled_again_after_they_were_freed(
+    drawn: tuple[list[PlannedParam], TransferSizes],
+) -> None:
     items, sizes = drawn
     ranks = make_ranks(items, sizes, numbered(items))
     gather(ranks)
@@ -147,7 +151,7 @@ def test_the_same_tensors_are_filled_again_after_they_were_freed(drawn: tuple[li
 
 @settings(max_examples=50)
 @given(groups())
-def test_only_the_full_parameters_take_memory_afterwards(drawn: tuple[list[Item], TransferSizes]) -> None:
+def test_only_the_full_parameters_take_memory_afterwards(drawn: tuple[list[PlannedParam], TransferSizes]) -> None:
     items, sizes = drawn
     ranks = make_ranks(items, sizes, numbered(items))
 
@@ -160,10 +164,10 @@ def test_only_the_full_parameters_take_memory_afterwards(drawn: tuple[list[Item]
     assert all(sizes_of(rank) == [rank.buffers.plan.full_bytes, 0, 0] for rank in ranks)
 
 
-def matrix(rows: int, columns: int, ranks: int = 2, order: tuple[int, int] = (0, 1), dim: int = 0) -> Item:
+def matrix(rows: int, columns: int, ranks: int = 2, order: tuple[int, int] = (0, 1), dim: int = 0) -> PlannedParam:
     """Return a float32 parameter."""
     stride = dense_strides((rows, columns), order)
-    return Item(ShardLayout((rows, columns), stride, dim, ranks), torch.float32, torch.float32)
+    return PlannedParam(ShardLayout((rows, columns), stride, dim, ranks), torch.float32, torch.float32)
 
 
 def test_a_large_parameter_is_gathered_from_its_shard_into_its_place() -> None:
@@ -189,7 +193,7 @@ def test_what_is_small_travels_together_without_a_copy_before_it() -> None:
 
 
 def test_a_group_of_one_dtype_is_cast_by_one_kernel() -> None:
-    items = [Item(matrix(8, 16).layout, torch.float32, torch.bfloat16) for _ in range(5)]
+    items = [PlannedParam(matrix(8, 16).layout, torch.float32, torch.bfloat16) for _ in range(5)]
     ranks = make_ranks(items, TransferSizes(direct_param_bytes=64, direct_group_bytes=0), numbered(items))
     assert [len(rank.buffers.fills) for rank in ranks] == [1, 1]
 
@@ -206,7 +210,7 @@ def test_one_rank_communicates_nothing() -> None:
 @pytest.mark.parametrize("columns", [8, 3], ids=["no gaps", "gaps"])
 def test_one_kernel_unpacks_what_lies_in_rank_order(columns: int) -> None:
     """Whatever the alignment leaves between the pieces; a cut along another dimension goes by copies."""
-    items = [matrix(4, columns), matrix(3, columns), Item(matrix(2, 3).layout, torch.float32, torch.bfloat16)]
+    items = [matrix(4, columns), matrix(3, columns), PlannedParam(matrix(2, 3).layout, torch.float32, torch.bfloat16)]
     ranks = make_ranks(items, PACKED, numbered(items), fused=True)
     assert all([one.func for one in rank.buffers.unpacks] == [torch.split_with_sizes_copy] for rank in ranks)
     gather(ranks)
@@ -236,7 +240,7 @@ class Arena:
 
 @settings(max_examples=50)
 @given(groups())
-def test_a_custom_collective_gets_one_buffer_that_it_allocated(drawn: tuple[list[Item], TransferSizes]) -> None:
+def test_a_custom_collective_gets_one_buffer_that_it_allocated(drawn: tuple[list[PlannedParam], TransferSizes]) -> None:
     items, _ = drawn
     wholes = numbered(items)
     ranks = make_ranks(items, PACKED, wholes)
@@ -252,7 +256,7 @@ def test_a_custom_collective_gets_one_buffer_that_it_allocated(drawn: tuple[list
 
 @settings(max_examples=50)
 @given(groups(), st.lists(st.sampled_from([torch.float32, torch.uint8, torch.bfloat16]), min_size=1, max_size=3))
-def test_extras_travel_along(drawn: tuple[list[Item], TransferSizes], dtypes: list[torch.dtype]) -> None:
+def test_extras_travel_along(drawn: tuple[list[PlannedParam], TransferSizes], dtypes: list[torch.dtype]) -> None:
     items, sizes = drawn
     wholes = numbered(items)
     ranks = make_ranks(items, sizes, wholes)
@@ -326,11 +330,11 @@ FORMS = [None, BlockFormat(torch.int8, 16), BlockFormat(torch.float8_e4m3fn, 32)
 
 
 @st.composite
-def encoded_groups(draw: st.DrawFn) -> list[Item]:
+def encoded_groups(draw: st.DrawFn) -> list[PlannedParam]:
     """Up to four parameters of any layout, some of them encoded."""
     ranks = draw(st.integers(2, 4))
     item = st.builds(
-        lambda layout, cast, form: Item(layout, *cast, form=form if layout.dim is not None else None),
+        lambda layout, cast, form: PlannedParam(layout, *cast, form=form if layout.dim is not None else None),
         layouts(ranks=ranks, nonempty=True),
         st.sampled_from(CASTS[:3]),
         st.sampled_from(FORMS),
@@ -341,7 +345,7 @@ def encoded_groups(draw: st.DrawFn) -> list[Item]:
 @settings(max_examples=100)
 @given(encoded_groups(), st.sampled_from([DIRECT, PACKED]), st.booleans(), st.booleans())
 def test_encoded_parameters_are_decoded_to_their_places(
-    items: list[Item], sizes: TransferSizes, fused: bool, extra: bool
+    items: list[PlannedParam], sizes: TransferSizes, fused: bool, extra: bool
 ) -> None:
     """Beside others that arrive as they are; on every rank the same values, twice, within a step of the largest."""
     wholes = numbered(items)
@@ -363,7 +367,7 @@ def test_encoded_parameters_are_decoded_to_their_places(
 def test_encoded_parameters_of_a_group_travel_together_with_the_others() -> None:
     """One message: numbers, scales, and what is not encoded; at most 1.05 bytes for each element that is."""
     form = BlockFormat(torch.int8, 256)
-    coded = [Item(matrix(64, 64).layout, torch.float32, torch.float32, form=form) for _ in range(3)]
+    coded = [PlannedParam(matrix(64, 64).layout, torch.float32, torch.float32, form=form) for _ in range(3)]
     items = [matrix(8, 16), *coded, matrix(3, 2)]
     ranks = make_ranks(items, PACKED, numbered(items))
     gather(ranks)

@@ -13,7 +13,7 @@ from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.packing import (
     ChunkPlan,
     FlatPlan,
-    Item,
+    PlannedParam,
     RowPlan,
     TransferSizes,
     plan_chunks,
@@ -27,11 +27,11 @@ ALL_DIRECT = TransferSizes(direct_param_bytes=0, direct_group_bytes=0)
 
 
 @st.composite
-def items_and_sizes(draw: st.DrawFn) -> tuple[list[Item], TransferSizes]:
+def items_and_sizes(draw: st.DrawFn) -> tuple[list[PlannedParam], TransferSizes]:
     """A group of up to 7 parameters of mixed dtypes, and thresholds near their sizes."""
     ranks = draw(st.integers(1, 4))
     dtypes = st.sampled_from(DTYPES[: draw(st.integers(1, len(DTYPES)))])
-    item = st.builds(Item, layouts(ranks=ranks, most=9), dtypes, dtypes)
+    item = st.builds(PlannedParam, layouts(ranks=ranks, most=9), dtypes, dtypes)
     items = draw(st.lists(item, min_size=1, max_size=7))
     sizes = st.sampled_from([0, 64, 500, 1 << 62])
     return items, TransferSizes(direct_param_bytes=draw(sizes), direct_group_bytes=draw(sizes))
@@ -50,7 +50,7 @@ def assert_apart(places: Sequence[tuple[int, int]], end: int) -> None:
 
 
 @given(plans)
-def test_nothing_overlaps_in_any_buffer(drawn: tuple[list[Item], FlatPlan]) -> None:
+def test_nothing_overlaps_in_any_buffer(drawn: tuple[list[PlannedParam], FlatPlan]) -> None:
     items, plan = drawn
     numels = [item.layout.slot_numel for item in items]
     fulls = [item.layout.full_storage_numel * item.wire_dtype.itemsize for item in items]
@@ -62,7 +62,7 @@ def test_nothing_overlaps_in_any_buffer(drawn: tuple[list[Item], FlatPlan]) -> N
 
 
 @given(plans)
-def test_everything_is_aligned(drawn: tuple[list[Item], FlatPlan]) -> None:
+def test_everything_is_aligned(drawn: tuple[list[PlannedParam], FlatPlan]) -> None:
     items, plan = drawn
     assert all(offset % 16 == 0 for offset in (*plan.shard_offset, *plan.wire_offset))
     assert all(offset % 256 == 0 for offset in plan.full_offset)
@@ -72,7 +72,7 @@ def test_everything_is_aligned(drawn: tuple[list[Item], FlatPlan]) -> None:
 
 
 @given(plans)
-def test_cast_runs_cover_every_piece_and_keep_its_place(drawn: tuple[list[Item], FlatPlan]) -> None:
+def test_cast_runs_cover_every_piece_and_keep_its_place(drawn: tuple[list[PlannedParam], FlatPlan]) -> None:
     items, plan = drawn
     assert_apart([(span.shard_offset, span.numel * span.dtype.itemsize) for span in plan.spans], plan.shard_bytes)
     assert_apart([(span.wire_offset, span.numel * span.wire_dtype.itemsize) for span in plan.spans], plan.wire_bytes)
@@ -90,7 +90,7 @@ def test_cast_runs_cover_every_piece_and_keep_its_place(drawn: tuple[list[Item],
 
 
 @given(plans)
-def test_neighbouring_runs_differ_and_one_pair_of_dtypes_is_one_run(drawn: tuple[list[Item], FlatPlan]) -> None:
+def test_neighbouring_runs_differ_and_one_pair_of_dtypes_is_one_run(drawn: tuple[list[PlannedParam], FlatPlan]) -> None:
     items, plan = drawn
     pairs = [(span.dtype, span.wire_dtype) for span in plan.spans]
     assert all(a != b for a, b in zip(pairs, pairs[1:]))
@@ -100,16 +100,16 @@ def test_neighbouring_runs_differ_and_one_pair_of_dtypes_is_one_run(drawn: tuple
 
 
 @given(plans)
-def test_what_is_not_cast_is_sent_from_the_shard_buffer(drawn: tuple[list[Item], FlatPlan]) -> None:
+def test_what_is_not_cast_is_sent_from_the_shard_buffer(drawn: tuple[list[PlannedParam], FlatPlan]) -> None:
     items, plan = drawn
-    uncast = plan_flat([Item(i.layout, i.dtype, i.dtype) for i in items], ALL_DIRECT)
+    uncast = plan_flat([PlannedParam(i.layout, i.dtype, i.dtype) for i in items], ALL_DIRECT)
     assert not uncast.casts
     assert uncast.shard_offset == uncast.wire_offset and uncast.shard_bytes == uncast.wire_bytes
     assert plan.shard_bytes >= sum(item.layout.slot_numel * item.dtype.itemsize for item in items)
 
 
 @given(plans)
-def test_packed_pieces_are_the_tail_of_the_wire_buffer(drawn: tuple[list[Item], FlatPlan]) -> None:
+def test_packed_pieces_are_the_tail_of_the_wire_buffer(drawn: tuple[list[PlannedParam], FlatPlan]) -> None:
     items, plan = drawn
     assert sorted(plan.direct + plan.packed) == [i for i, item in enumerate(items) if item.layout.numel]
     assert list(plan.direct) == sorted(plan.direct)
@@ -123,7 +123,7 @@ def test_packed_pieces_are_the_tail_of_the_wire_buffer(drawn: tuple[list[Item], 
 
 @given(items_and_sizes())
 def test_only_large_aligned_rank_major_pieces_go_straight_to_their_place(
-    drawn: tuple[list[Item], TransferSizes],
+    drawn: tuple[list[PlannedParam], TransferSizes],
 ) -> None:
     items, sizes = drawn
     group = sum(item.layout.numel * item.wire_dtype.itemsize for item in items)
@@ -136,9 +136,9 @@ def test_only_large_aligned_rank_major_pieces_go_straight_to_their_place(
         assert (i in direct) == (movable and (layout.ranks == 1 or (large and aligned)))
 
 
-def linear(rows: int, columns: int, ranks: int = 4) -> Item:
+def linear(rows: int, columns: int, ranks: int = 4) -> PlannedParam:
     """Return a float32 weight."""
-    return Item(ShardLayout((rows, columns), (columns, 1), 0, ranks), torch.float32, torch.float32)
+    return PlannedParam(ShardLayout((rows, columns), (columns, 1), 0, ranks), torch.float32, torch.float32)
 
 
 def test_the_default_sizes_pack_small_groups_and_small_parameters() -> None:
@@ -184,7 +184,7 @@ def gradients(draw: st.DrawFn) -> tuple[list[str], list[int], TransferSizes]:
 def test_chunks_partition_the_gradients(drawn: tuple[list[str], list[int], TransferSizes]) -> None:
     keys, nbytes, sizes = drawn
     plan = plan_chunks(keys, nbytes, sizes)
-    assert plan.chunks == plan.streamed + plan.rest
+    assert plan.chunks == plan.streamed + plan.at_end
     assert sorted(i for chunk in plan.chunks for i in chunk) == list(range(len(keys)))
     assert all(plan.chunks)
 
@@ -194,9 +194,9 @@ def test_a_chunk_has_one_key_and_the_rest_one_chunk_per_key(drawn: tuple[list[st
     keys, nbytes, sizes = drawn
     plan = plan_chunks(keys, nbytes, sizes)
     assert all(len({keys[i] for i in chunk}) == 1 for chunk in plan.chunks)
-    rest = [keys[chunk[0]] for chunk in plan.rest]
+    rest = [keys[chunk[0]] for chunk in plan.at_end]
     assert len(rest) == len(set(rest))
-    assert all(list(chunk) == sorted(chunk) for chunk in plan.rest)
+    assert all(list(chunk) == sorted(chunk) for chunk in plan.at_end)
 
 
 @given(gradients())
@@ -218,7 +218,7 @@ def test_large_gradients_of_one_key_never_wait_in_vain(drawn: tuple[list[str], l
     """With one dtype, less than one chunk of large gradients is left for the end of the group's backward."""
     _, nbytes, sizes = drawn
     least = max(sum(nbytes) // 8, sizes.chunk_bytes)
-    left = [i for chunk in plan_chunks(["same"] * len(nbytes), nbytes, sizes).rest for i in chunk]
+    left = [i for chunk in plan_chunks(["same"] * len(nbytes), nbytes, sizes).at_end for i in chunk]
     assert sum(nbytes[i] for i in left if nbytes[i] >= max(least // 4, 1)) < least
 
 
@@ -227,9 +227,9 @@ def test_a_transformer_block_streams_its_matrices_last_one_first() -> None:
     nbytes = [8 << 10, 12 << 20, 4 << 20, 8 << 10, 16 << 20, 16 << 20]
     plan = plan_chunks(["bf16"] * 6, nbytes, TransferSizes())
     assert [[names[i] for i in chunk] for chunk in plan.streamed] == [["down"], ["up"], ["proj", "qkv"]]
-    assert [[names[i] for i in chunk] for chunk in plan.rest] == [["norm1", "norm2"]]
+    assert [[names[i] for i in chunk] for chunk in plan.at_end] == [["norm1", "norm2"]]
     plan = plan_chunks(["fp32"] * 3, [25, 24, 80], TransferSizes(chunk_bytes=100))
-    assert plan == ChunkPlan(streamed=((2, 0),), rest=((1,),))  # a quarter of a chunk is large
+    assert plan == ChunkPlan(streamed=((2, 0),), at_end=((1,),))  # a quarter of a chunk is large
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(8, 5), (64, 5), (90, 4), (128, 2), (256, 1), (1024, 1), (4096, 1)])
@@ -256,7 +256,7 @@ def test_on_streams_chunks_are_few(ranks: int, chunks: int, many: int) -> None:
         assert len(plan_chunks(["fp32"] * 9, large, TransferSizes(), ranks, streams=True).chunks) == many
     plan = plan_chunks(["fp32"] * 9, block, TransferSizes(), ranks, streams=True)
     assert len(plan.chunks) == chunks
-    assert len(plan.rest) == 1 and {7, 8} <= set(plan.rest[0])
+    assert len(plan.at_end) == 1 and {7, 8} <= set(plan.at_end[0])
 
 
 @pytest.mark.parametrize(("ranks", "large"), [(8, (0, 1, 2, 3)), (1024, (0, 3))])
@@ -322,6 +322,6 @@ def test_one_kernel_packs_only_what_torch_chunks_in_memory_order(drawn: list[Sha
 def test_a_slot_has_room_for_what_is_written_behind_a_piece() -> None:
     """The next piece begins behind it, and packed slots are sent with it."""
     layout = ShardLayout((10,), (1,), 0, 2)
-    items = [Item(layout, torch.float32, torch.float32, room=room) for room in (0, 9)]
+    items = [PlannedParam(layout, torch.float32, torch.float32, room=room) for room in (0, 9)]
     plan = plan_flat([*items, items[0]], TransferSizes())
     assert plan.shard_offset == (0, 32, 80) and plan.wire_bytes == 112

@@ -23,7 +23,7 @@ from fsdp2.engine.index import units_below
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.root import GradientReduction, RootContext
 from fsdp2.engine.unit import FSDPState, get_state
-from fsdp2.engine.unreduced import Pending
+from fsdp2.engine.unreduced import PendingGradient
 from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
@@ -264,7 +264,7 @@ class FSDPModule(TorchFSDPModule):
         for root, groups in by_root.items():
             root.synchronize(list(groups))
 
-    def get_pending_gradients(self, *, recurse: bool = True) -> dict[nn.Parameter, Pending]:
+    def get_pending_gradients(self, *, recurse: bool = True) -> dict[nn.Parameter, PendingGradient]:
         """Return the gradients that backwards left unreduced, by sharded parameter. It does not communicate.
 
         Each value is ``(unreduced, partial)``, either of which may be None: the gradient of the full parameter, and on
@@ -278,7 +278,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._units(recurse):
             unit.reconcile()
         groups = [group for unit in self._units(recurse) for group in unit.groups]
-        pending = [item for group in groups for item in group.gradients.unreduced.pending().items()]
+        pending = [item for group in groups for item in group.gradients.unreduced.pending_gradients().items()]
         return {param.sharded: gradients for param, gradients in pending if param.sharded is not None}
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
@@ -573,7 +573,7 @@ class FSDPModule(TorchFSDPModule):
             if options.formatting != group.store.options.formatting:
                 _check_between_steps(setter, unit, group)
         for unit, group, options in changes:
-            alike = group.store.options.alike == options.alike
+            alike = group.store.options.compared == options.compared
             group.set_options(options)
             if not alike:
                 unit.root.options_changed(setter)

@@ -263,7 +263,7 @@ class HostCopies:
         self._sent: deque[tuple[Buffer, torch.Event | None]] = deque()
         self._latest: torch.Event | None = None  # the end of the copy that was started last
 
-    def start(self, buffers: GatherBuffers) -> torch.Event | None:
+    def start_copy(self, buffers: GatherBuffers) -> torch.Event | None:
         """Copy what ``buffers`` gather; the gather lane has to wait for the event."""
         self.give_back(buffers)
         while len(self._sent) > 1:
@@ -318,7 +318,7 @@ def start_gather(
     lane = lane or copies.lanes.gather
     gathering = Gathering(buffers, lane)
     assembled = custom is not None or bool(extras)
-    with lane.after(copies.start(buffers) if buffers.from_host else None) as done:
+    with lane.after(copies.start_copy(buffers) if buffers.from_host else None) as done:
         buffers.allocate(staging=not assembled, full=lane.on_stream)
         if not buffers.from_host:
             buffers.fill_wire()

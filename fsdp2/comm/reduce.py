@@ -4,8 +4,8 @@ A chunk is one operation with a few waits, written as a generator: start, yield 
 finish. It takes and returns tensors; only the caller knows which parameters they belong to.
 
 A plan chooses how chunks are summed over the shard axis (`_OverShards`: a reduce-scatter, a caller's own one, an
-exchange, an encoded exchange) and over the replicate axis (`_OverCopies`: an all-reduce, an encoded one). With
-``shard_over_replicas``, each rank gets only its part of these sums (`_OverReplicas`).
+exchange, an encoded exchange) and over the replicate axis (`_AllReduceOverReplicas`: an all-reduce, an encoded one).
+With ``shard_over_replicas``, each rank gets only its part of these sums (`_ScatterOverReplicas`).
 """
 
 from __future__ import annotations
@@ -122,15 +122,15 @@ class ReducePlan:
         return self.scaling.pre * (self.shard.size if self.scaling.average else 1)
 
     @cached_property
-    def all_reduce_over_replicas(self) -> _OverCopies:
+    def all_reduce_over_replicas(self) -> _AllReduceOverReplicas:
         """The algorithm that sums chunks over the replicate axis."""
         encoding = self.encodings[1]
-        return _AllReduce(self) if encoding is None else _EncodedAllReduce(self, encoding)
+        return _BackendAllReduce(self) if encoding is None else _EncodedAllReduce(self, encoding)
 
     @cached_property
-    def scatter_over_replicas(self) -> _OverReplicas:
+    def scatter_over_replicas(self) -> _ScatterOverReplicas:
         """The algorithm that sums chunks over the replicate axis if each rank keeps only a part of the sum."""
-        return _OverReplicas(self)
+        return _ScatterOverReplicas(self)
 
     def over_shards(self, row: RowPlan) -> _OverShards:
         """Choose the algorithm for a chunk of ``row`` on the shard axis, by its size, which is equal on all ranks."""
@@ -222,10 +222,10 @@ def reduce_chunk(
     lanes = memory.lanes
     # A single rank cuts its shards out of its gradients on the compute stream, in memory that activations have freed.
     lane: Lane | ComputeLane = lanes.compute if plan.alone else memory.use(lanes.reduce)
-    flying = plan.over_shards(row).start(grads, row, memory, finished)
-    yield from _until(flying.works)
-    out, event, add_up = flying.received, flying.event, flying.add_up
-    del flying  # the inputs must not stay in memory during the next wait
+    started = plan.over_shards(row).start(grads, row, memory, finished)
+    yield from _until(started.works)
+    out, event, add_up = started.received, started.event, started.add_up
+    del started  # the inputs must not stay in memory during the next wait
     if add_up is not None or defer_or_reduce is not None:
         with lane.after() as done:
             if add_up is not None:
@@ -238,13 +238,13 @@ def reduce_chunk(
     summed, rank = out, plan.shard.rank
     if row.over_replicas is not None:
         lane = replicate = memory.use(lanes.replicate)
-        out, event = yield from plan.scatter_over_replicas.run(
+        out, event = yield from plan.scatter_over_replicas.reduce(
             _cut(out, row, rank), row.over_replicas, replicate, event
         )
         row, rank = row.over_replicas, plan.replicate.rank
     elif plan.replicate.size > 1:
         lane = replicate = memory.use(lanes.replicate)
-        event = yield from plan.all_reduce_over_replicas.run(out, replicate, event)
+        event = yield from plan.all_reduce_over_replicas.reduce(out, replicate, event)
     if plan.hook is not None:
         lane = memory.use(plan.hook_lane or lanes.replicate)  # not reduce: the hook may communicate
         with lane.after(event):
@@ -289,7 +289,7 @@ def _wait_for(works: Sequence[Work]) -> None:
 
 
 @dataclass
-class _Flying:
+class _SumInFlight:
     """A sum over the shard axis on its way.
 
     ``received`` will be the sum, or ``add_up`` makes the sum of it. Both are memory of the reduce lane, or of compute
@@ -305,7 +305,7 @@ class _Flying:
 
 
 class _OverShards(Protocol):
-    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _SumInFlight:
         """Start the sum of ``grads``; empties that list, so that their memory can be freed."""
         ...
 
@@ -316,7 +316,7 @@ class _ReduceScatter:
     def __init__(self, plan: ReducePlan) -> None:
         self._plan = plan
 
-    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _SumInFlight:
         """Send gradients in place if their layout allows it, and the others packed, in one launch."""
         plan, lane = self._plan, memory.lanes.reduce
         device, scaling = grads[0].device, plan.scaling
@@ -332,7 +332,7 @@ class _ReduceScatter:
                 outputs, inputs, plan.shard, average=scaling.average, async_op=lane.async_op
             )
         memory.retain_inputs(done.event, inputs, out.nbytes * plan.shard.size)
-        return _Flying(out, works, done.event, inputs)
+        return _SumInFlight(out, works, done.event, inputs)
 
 
 class _Alone:
@@ -341,7 +341,7 @@ class _Alone:
     def __init__(self, plan: ReducePlan) -> None:
         self._plan = plan
 
-    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _SumInFlight:
         """Copy, on the compute stream."""
         plan = self._plan
         with memory.lanes.compute.here() as done:
@@ -350,7 +350,7 @@ class _Alone:
             if plan.scaling.pre != 1.0:
                 divide_(out, plan.scaling.pre)
         grads.clear()
-        return _Flying(out, (), done.event, [])
+        return _SumInFlight(out, (), done.event, [])
 
 
 class _Exchange:
@@ -362,7 +362,7 @@ class _Exchange:
         narrow = plan.wire_dtype if plan.scaling.pre == 1.0 else None
         self._dtype = narrow or plan.reduce_dtype
 
-    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _SumInFlight:
         """Send each rank its row."""
         plan, lane = self._plan, memory.lanes.reduce
         own = plan.scaling.pre != 1.0
@@ -374,7 +374,7 @@ class _Exchange:
             works = all_to_all(received, rows, plan.shard, async_op=lane.async_op)
         memory.retain_inputs(done.event, [rows], rows.nbytes)
         add_up = partial(_sum_rows, axis=plan.shard, dtype=plan.reduce_dtype, scaling=plan.scaling)
-        return _Flying(received, works, done.event, [rows], add_up)
+        return _SumInFlight(received, works, done.event, [rows], add_up)
 
 
 class _CustomReduceScatter:
@@ -383,7 +383,7 @@ class _CustomReduceScatter:
     def __init__(self, plan: ReducePlan, custom: ReduceScatter) -> None:
         self._plan, self._custom = plan, custom
 
-    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _SumInFlight:
         """Pack on the reduce lane: the collective may allocate the same memory each time, which this lane reads."""
         plan, custom, lane = self._plan, self._custom, memory.lanes.reduce
         device, dtype, scaling = grads[0].device, plan.reduce_dtype, plan.scaling
@@ -407,7 +407,7 @@ class _CustomReduceScatter:
                 works = []
         # The sum is a copy: it may wait for later backwards or become a gradient, while the collective may reuse its
         # own memory.
-        return _Flying(out, works, done.event, [rows], torch.clone)
+        return _SumInFlight(out, works, done.event, [rows], torch.clone)
 
 
 class _EncodedExchange:
@@ -416,7 +416,7 @@ class _EncodedExchange:
     def __init__(self, plan: ReducePlan, encoding: Encoding) -> None:
         self._plan, self._encoding = plan, encoding
 
-    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _Flying:
+    def start(self, grads: list[torch.Tensor], row: RowPlan, memory: Retained, finished: Finished) -> _SumInFlight:
         """Encode on the pack lane, in its memory: encoded gradients are small, and encoding takes several kernels."""
         plan, encoding, lanes = self._plan, self._encoding, memory.lanes
         lane, ranks, nbytes = lanes.reduce, plan.shard.size, sum([grad.nbytes for grad in grads])
@@ -438,7 +438,7 @@ class _EncodedExchange:
             mine = own.clone() if lane.on_stream else own  # in this lane's memory, since it becomes the sum
         memory.retain_encoded(done.event, [sent, own])
         add_up = partial(encoding.add_up, own=mine, axis=plan.shard, scaling=plan.scaling)
-        return _Flying(received, works, done.event, [sent], add_up)
+        return _SumInFlight(received, works, done.event, [sent], add_up)
 
 
 def _inputs(
@@ -551,21 +551,21 @@ def _sum_rows(rows: torch.Tensor, axis: Axis, dtype: torch.dtype, scaling: Scali
 # ---- over the replicate axis ----
 
 
-class _OverCopies(Protocol):
-    def run(
+class _AllReduceOverReplicas(Protocol):
+    def reduce(
         self, out: torch.Tensor, lane: Lane, event: torch.Event | None
     ) -> Generator[None, None, torch.Event | None]:
         """Replace ``out``, ready at ``event``, by its sum (or mean) over the axis; return the event of the end."""
         ...
 
 
-class _AllReduce:
+class _BackendAllReduce:
     """The backend sums."""
 
     def __init__(self, plan: ReducePlan) -> None:
         self._axis, self._average = plan.replicate, plan.scaling.average
 
-    def run(
+    def reduce(
         self, out: torch.Tensor, lane: Lane, event: torch.Event | None
     ) -> Generator[None, None, torch.Event | None]:
         """Sum in place."""
@@ -584,7 +584,7 @@ class _EncodedAllReduce:
     def __init__(self, plan: ReducePlan, encoding: Encoding) -> None:
         self._axis, self._scaling, self._encoding = plan.replicate, plan.scaling, encoding
 
-    def run(
+    def reduce(
         self, out: torch.Tensor, lane: Lane, event: torch.Event | None
     ) -> Generator[None, None, torch.Event | None]:
         """Exchange, add up, and gather the sums."""
@@ -606,13 +606,13 @@ class _EncodedAllReduce:
         return done.event
 
 
-class _OverReplicas:
+class _ScatterOverReplicas:
     """A reduce-scatter over the replicate axis: each rank gets the sum of its part, which no other rank keeps."""
 
     def __init__(self, plan: ReducePlan) -> None:
         self._plan, self._axis = plan, plan.replicate
 
-    def run(
+    def reduce(
         self, pieces: list[torch.Tensor], row: RowPlan, lane: Lane, event: torch.Event | None
     ) -> Generator[None, None, tuple[torch.Tensor, torch.Event | None]]:
         """Return this rank's part of the sums (or means) of ``pieces``, ready at ``event``, and the end event."""

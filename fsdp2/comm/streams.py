@@ -9,10 +9,10 @@ Every wait between lanes, and what it protects:
 | gather          | compute, shards were replaced           | order  | Residency._take_in_replaced   |
 | gather          | compute, a teacher may be updated       | order  | FSDPParamGroup.pre_forward    |
 | gather          | compute, at reshard                     | memory | Residency._free_full          |
-| replicate       | gather, before portions change          | both   | Portions.start                |
+| replicate       | gather, before portions change          | both   | Portions.start_gather         |
 | gather          | replicate, portions are there           | order  | Portions.let_read             |
 | compute         | replicate, of portions not used         | memory | Portions.end_pass             |
-| copy            | compute, shards are written             | order  | HostCopies.start              |
+| copy            | compute, shards are written             | order  | HostCopies.start_copy         |
 | gather          | copy, shards are on the device          | order  | gather.start_gather           |
 | copy            | gather, before copies are dropped       | memory | HostCopies._drop_oldest       |
 | compute         | gather, before full parameters are used | order  | gather.finish_gather          |
@@ -27,7 +27,7 @@ Every wait between lanes, and what it protects:
 | compute         | reduce, before the gather ahead         | memory | Retained.drop                 |
 | compute         | pack, before packed gradients go        | memory | Retained.drop_packed          |
 | pack            | reduce, before encoded rows go          | memory | Retained.drop_encoded         |
-| replicate       | reduce, the shard is summed             | order  | _OverCopies.run               |
+| replicate       | reduce, the shard is summed             | order  | _AllReduceOverReplicas.reduce |
 | replicate, hook | the sum, before the user's hook         | order  | reduce.reduce_chunk           |
 | reduce          | replicate, hook, before sums go         | memory | Retained.drop_sums            |
 | compute         | all of them, at the end                 | order  | Reductions.finish             |

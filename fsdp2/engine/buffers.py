@@ -77,7 +77,7 @@ class ShardStore:
         self.revision = 0
         self._place(pieces)
 
-    def of(self, params: list[FSDPParam]) -> ShardStore:
+    def for_params(self, params: list[FSDPParam]) -> ShardStore:
         """Return a separate store for some of the parameters, or for copies of them."""
         store = ShardStore(params, self.mesh, [param.local for param in params], self.options)
         store.generation = self.generation + 1  # autograd may have saved views of full parameters of this one
@@ -133,9 +133,9 @@ class ShardStore:
         self.options = options
         self.note_change()
         if moved:
-            self.place_anew()
+            self.move_shards()
 
-    def place_anew(self) -> None:
+    def move_shards(self) -> None:
         """Move shards to a new buffer, because they are sent in another way now."""
         self._plan = None
         self._place([param.local for param in self.params])
@@ -262,7 +262,7 @@ class ShardStore:
             )
         known = self.extended
         if any(has_extension(param.local) != (param in known) for param in self.params):
-            self.place_anew()
+            self.move_shards()
 
     def _place(self, pieces: Sequence[torch.Tensor]) -> None:
         """Copy ``pieces`` into the flat buffer, and make the copies the shards; stage 2 of the life of a parameter.
@@ -287,7 +287,7 @@ class ShardStore:
                 with_extension = [p for p, x in own if not x.is_meta]
                 if with_extension and self.mesh.sharded_twice is not None:
                     refuse_sharded_twice(with_extension[0].name, with_extension[0].local)
-                self._start_anew([p for p, _ in plain], items, target)
+                self._make_buffer([p for p, _ in plain], items, target)
                 extensions = [GatherExtension(p, self.mesh.shard_mesh, device) for p in with_extension]
                 self.extensions = GroupExtensions(extensions) if extensions else None
             for i, (param, piece) in enumerate(plain):
@@ -297,7 +297,7 @@ class ShardStore:
                 self._set(param, view)
         self._storages = storages_of_shards(self._placed)
 
-    def _start_anew(self, plain: list[FSDPParam], items: list[PlannedParam], device: torch.device) -> None:
+    def _make_buffer(self, plain: list[FSDPParam], items: list[PlannedParam], device: torch.device) -> None:
         nested = self.mesh.sharded_twice is not None
         self._plain, self._items = plain, items
         self._gathered = portion_items(plain, items, self.mesh) if nested else items

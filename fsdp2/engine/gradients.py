@@ -270,7 +270,7 @@ class GroupGradients:
         """Leave the gradients unreduced for a later backward."""
         self._backward, self._expects_reduced = None, False
         self.unreduced.accumulated.update(param for param in self._store.params if param.requires_grad)
-        self.unreduced.note()
+        self.unreduced.register()
         for param in self._store.params:
             if param.requires_grad:
                 param.expect_gradients(reduced=False, rounded=False)
@@ -352,7 +352,7 @@ class GroupGradients:
                     piece += earlier if divisor == divided else earlier * (divisor / divided)
                 if not all_reduce:
                     unreduced.sums[param] = piece, divided
-                    unreduced.note()
+                    unreduced.register()
             return all_reduce
 
         return defer_or_reduce

@@ -129,7 +129,7 @@ class FSDPParamGroup:
 
     def split_off(self, param: FSDPParam) -> FSDPParamGroup:
         """Return a new group of ``param`` alone, which several units share; this group must be sharded."""
-        store = self.store.of([param])
+        store = self.store.for_params([param])
         alone = FSDPParamGroup(store, self.modules, self.comm, self.notice_backward, in_root=self.in_root, shared=True)
         alone.gradients.use_axis(self.gradients.axis)
         alone.gradients.unreduced.take_over(self.gradients.unreduced)
@@ -140,7 +140,7 @@ class FSDPParamGroup:
         """Give up ``param``, which is another group's from now on; must be sharded."""
         assert not self.residency.in_memory
         self.params, self._norms = ([p for p in some if p is not param] for some in (self.params, self._norms))
-        self.store = self.store.of(self.params)
+        self.store = self.store.for_params(self.params)
         self.residency.use(self.store, self.comm)
         earlier = self.gradients
         self.gradients = GroupGradients(self, self.phases, earlier.axis, self.comm, self.notice_backward)
@@ -247,7 +247,7 @@ class FSDPParamGroup:
         self.residency.drop_passing_portions()
         if self._norms and any([param.follow_statistics() for param in self._norms]):
             self.reshard()
-            self.store.place_anew()
+            self.store.move_shards()
         if self.residency.in_memory and (not self.residency.held or aborted):
             self.reshard()
 

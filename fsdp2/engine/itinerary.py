@@ -38,13 +38,13 @@ class Contexts:
         """True if a pass ran since the start, or since the last one that was aborted."""
         return bool(self._before)
 
-    def lately(self) -> list[Context]:
+    def latest(self) -> list[Context]:
         """Return the kinds of the passes before, the longest list first."""
         return [self._before[-n:] for n in _PASSES_BEFORE if n <= len(self._before)]
 
-    def of(self, kind: Hashable) -> list[Context]:
+    def of_pass(self, kind: Hashable) -> list[Context]:
         """Return the contexts of a pass of ``kind`` that starts now, the longest first."""
-        return [*((*before, kind) for before in self.lately()), (kind,)]
+        return [*((*before, kind) for before in self.latest()), (kind,)]
 
     def add(self, kind: Hashable) -> None:
         """Note that a pass of ``kind`` starts."""
@@ -93,7 +93,7 @@ class ForwardRoute(Generic[T]):
         self.stops: list[Stop] = []
         self.contexts = contexts
         self.known = known
-        self._loud: set[int] = set()
+        self._with_gradients: set[int] = set()
         self._late = (set() if known is None else known.late) | (set() if trained is None else trained.late)
         self._ahead: list[Stop] = [] if known is None else known.stops
 
@@ -114,7 +114,7 @@ class ForwardRoute(Generic[T]):
         """Return whether a stop of ``group`` here is quiet, in a forward that ``trains``."""
         if not trains:
             return id(group) in self._late
-        return not with_gradients and id(group) not in self._loud
+        return not with_gradients and id(group) not in self._with_gradients
 
     def comes_late(self, group: T) -> bool:
         """Return whether ``group``'s weights may be written before its use, so that its gather must not start ahead."""
@@ -124,7 +124,7 @@ class ForwardRoute(Generic[T]):
         """Note a stop at ``group``; return the group whose gather can start ahead, or None."""
         position, ahead = len(self.stops), self._ahead
         if not quiet:
-            self._loud.add(id(group))
+            self._with_gradients.add(id(group))
         self.stops.append(Stop(group, quiet, late))
         if position >= len(ahead) or ahead[position].group is not group:
             self._ahead = []
@@ -152,7 +152,7 @@ class Itinerary(Generic[T]):
 
         Other ranks know nothing of a forward that this rank runs ``alone``, so later forwards must not depend on it.
         """
-        contexts = self._contexts.of((kind, in_method))
+        contexts = self._contexts.of_pass((kind, in_method))
         known = next((self._known[context] for context in contexts if context in self._known), None)
         known = known or self._latest.get(in_method)
         if alone:

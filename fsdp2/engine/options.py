@@ -23,8 +23,8 @@ from fsdp2.sharding.packing import NO_LIMIT, TransferSizes
 
 __all__ = ["Formatting", "GroupOptions"]
 
-_ALIKE_NAMES = ("sizes", "force_sum", "reduce_unused", "any_order", "all_gather", "reduce_scatter", "all_reduce_hook")
-_ALIKE = attrgetter(*_ALIKE_NAMES)
+_COMPARED = ("sizes", "force_sum", "reduce_unused", "any_order", "all_gather", "reduce_scatter", "all_reduce_hook")
+_values_compared = attrgetter(*_COMPARED)
 
 
 class Formatting(NamedTuple):
@@ -95,18 +95,18 @@ class GroupOptions:
         return self.reduce_scatter if callable(self.reduce_scatter) else None
 
     @property
-    def alike(self) -> tuple[object, ...]:
+    def compared(self) -> tuple[object, ...]:
         """The settings that ranks compare: they decide what is sent, and no collective contains them.
 
         ``divide_factor`` must be equal too, but it may change with every batch, so it is not compared.
         """
-        return _ALIKE(self)
+        return _values_compared(self)
 
-    def describe_alike(self) -> str:
+    def describe_compared(self) -> str:
         """Describe those settings that must be equal on all ranks (``divide_factor`` too) and are not the default."""
         default = GroupOptions()
         found = []
-        for name in ("divide_factor", *_ALIKE_NAMES):
+        for name in ("divide_factor", *_COMPARED):
             if (value := getattr(self, name)) != getattr(default, name):
                 found.append(f"{name}={value if isinstance(value, (bool, float, TransferSizes)) else _name(value)}")
         return ", ".join(found)

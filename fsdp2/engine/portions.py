@@ -70,7 +70,7 @@ class Portions:
         """True if a forward must gather them again."""
         return self.stamp is None or self.stamp.changed
 
-    def start(self, lanes: Lanes, replicate: Axis, copies: HostCopies, stamp: Stamp) -> None:
+    def start_gather(self, lanes: Lanes, replicate: Axis, copies: HostCopies, stamp: Stamp) -> None:
         """Start gathering them over ``replicate``, from shards with this ``stamp``."""
         self.let_read(lanes.gather)  # end the gather of a forward that was aborted
         self.forget()

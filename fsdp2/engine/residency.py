@@ -319,7 +319,7 @@ class Residency:
     def _launch_portions(self) -> None:
         portions = self.store.portions
         assert portions is not None
-        portions.start(self.comm.lanes, self.store.mesh.replicate, self.comm.copies, Stamp(self.store.params))
+        portions.start_gather(self.comm.lanes, self.store.mesh.replicate, self.comm.copies, Stamp(self.store.params))
 
     def drop_passing_portions(self) -> None:
         """Begin a forward or a gather by hand: forget portions of a pass that did not reach its end."""

@@ -36,23 +36,23 @@ class Stamp:
         self._params = params
         self._pieces = local_tensors([param.sharded for param in params])
         self._versions = self._current_versions()
-        self._steps = _count  # the number of the last step that is known not to concern these shards
+        self._seen_step = _count  # the number of the last step that is known not to concern these shards
 
     def _current_versions(self) -> list[int]:
         return versions_of([*[param.sharded for param in self._params], *self._pieces])
 
     def _was_stepped(self) -> bool:
         """Return whether an optimizer that holds one of the shards has stepped since."""
-        if self._steps == _count:
+        if self._seen_step == _count:
             return False
-        later = [optimizer() for number, optimizer in _steps if number > self._steps]
-        if len(later) < _count - self._steps or None in later:
+        later = [optimizer() for number, optimizer in _steps if number > self._seen_step]
+        if len(later) < _count - self._seen_step or None in later:
             return True  # some steps are forgotten, or their optimizer was freed: it may have held a shard
         mine = {id(param.sharded) for param in self._params}
         groups = [group for optimizer in later if optimizer is not None for group in optimizer.param_groups]
         if any(id(param) in mine for group in groups for param in group["params"]):
             return True
-        self._steps = _count
+        self._seen_step = _count
         return False
 
     @property

@@ -15,9 +15,9 @@ from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.param import FSDPParam, have_gradients
 from fsdp2.engine.registry import Registry
 
-__all__ = ["Pending", "Unreduced", "any_unreduced", "drop_unreduced", "unreduced_params"]
+__all__ = ["PendingGradient", "Unreduced", "any_unreduced", "drop_unreduced", "unreduced_params"]
 
-Pending = tuple[torch.Tensor | None, torch.Tensor | None]
+PendingGradient = tuple[torch.Tensor | None, torch.Tensor | None]
 
 _noted: Registry[Unreduced] = Registry()  # those that may have unreduced gradients
 
@@ -29,7 +29,7 @@ def any_unreduced() -> bool:
 
 def unreduced_params(shard_ids: Collection[int]) -> list[FSDPParam]:
     """Return the parameters with shards of these ids whose gradients are unreduced; equal on all ranks."""
-    return [param for unreduced in _noted for param in unreduced.find() if param.is_one_of(shard_ids)]
+    return [param for unreduced in _noted for param in unreduced.params() if param.is_one_of(shard_ids)]
 
 
 def drop_unreduced(shard_ids: Collection[int]) -> None:
@@ -62,17 +62,17 @@ class Unreduced:
     def await_finalization(self) -> None:
         """Refuse the gradients to optimizers and clipping until ``finish``: only a part of them may be delivered."""
         self.unfinished.update(param for param in self._store.params if param.requires_grad)
-        self.note()
+        self.register()
 
     def finish(self) -> None:
         """Note that the backward was finalized."""
         self.unfinished.clear()
 
-    def note(self) -> None:
+    def register(self) -> None:
         """Let optimizers and clipping find these gradients, which are not on the shards."""
         _noted.add(self)
 
-    def find(self) -> list[FSDPParam]:
+    def params(self) -> list[FSDPParam]:
         """Return the parameters whose gradients are unreduced; none while they are being reduced.
 
         If ranks may skip units, these are all parameters that accumulate, since ranks without gradients send zeros.
@@ -92,7 +92,7 @@ class Unreduced:
             _noted.discard(self)
         return found
 
-    def pending(self) -> dict[FSDPParam, Pending]:
+    def pending_gradients(self) -> dict[FSDPParam, PendingGradient]:
         """Return, for each parameter that has one of them, its accumulated gradient and its sum over the shard axis."""
         found, rank = {}, self._store.mesh.shard.rank
         for param in self._store.params:
@@ -128,4 +128,4 @@ class Unreduced:
         self.accumulated |= earlier.accumulated & own
         self.sums.update((param, entry) for param, entry in earlier.sums.items() if param in own)
         if self:
-            self.note()
+            self.register()

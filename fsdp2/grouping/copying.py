@@ -102,7 +102,7 @@ def _finish_unit(unit: FSDPState, memo: dict[int, Any]) -> None:
             for old, param in zip(group.params, params):
                 param.set_sites([Site(copy.deepcopy(site.module, memo), site.name) for site in old.sites])
             inside = tuple(copy.deepcopy(module, memo) for module in group.modules)
-            store, comm = group.store.of(params), clone.root.comm
+            store, comm = group.store.for_params(params), clone.root.comm
             new.__init__(store, inside, comm, clone.notice_backward, shared=group.shared)  # type: ignore[misc]  # likewise
         clone.groups.append(new)
     for name in ("forward_prefetch", "backward_prefetch"):

@@ -73,7 +73,7 @@ class PassLog:
         self._next: dict[Context, PassKind] = {}  # the kind of the pass that followed these kinds
         self._known: dict[Context, Schedule] = {}  # the schedule of the last pass in each context
         self._schedules: dict[PassKind, deque[Schedule]] = {}  # by kind, the latest first
-        self._keys: list[Context] = []  # the contexts of the running pass
+        self._running_contexts: list[Context] = []  # the contexts of the running pass
         # For other ranks to compare: (epoch, number, kind, collectives) of each pass, the running one included.
         self._past: deque[tuple[int, int, PassKind | None, Schedule]] = deque(maxlen=_REMEMBERED)
 
@@ -83,13 +83,17 @@ class PassLog:
         """Return True if all ranks expect a pass of ``kind`` now."""
         if self.kind:
             return False
-        known = (self._next[context] for context in self._contexts.lately() if context in self._next)
+        known = (self._next[context] for context in self._contexts.latest() if context in self._next)
         return next(known, None if self._contexts.is_known else self._first_kind) == kind
 
     def expects_collectives(self, kind: PassKind) -> bool:
         """Return True if all ranks expect a pass of ``kind`` now, and expect it to launch a collective."""
-        schedule = next((self._known[context] for context in self._contexts.of(kind) if context in self._known), None)
+        schedule = self._last_schedule(self._contexts.of_pass(kind))
         return self.follows(kind) and schedule is not None and schedule != [END]
+
+    def _last_schedule(self, contexts: list[Context]) -> Schedule | None:
+        """Return the schedule of the last pass in the first of ``contexts`` that is known."""
+        return next((self._known[context] for context in contexts if context in self._known), None)
 
     def has_schedule(self, kind: PassKind) -> bool:
         """Return True if there was a pass of ``kind``."""
@@ -101,12 +105,11 @@ class PassLog:
             self._next.clear()
             self._known.clear()
         self._first_kind = None
-        self._keys = self._contexts.of(kind)
-        self._next.update(dict.fromkeys(self._contexts.lately(), kind))
+        self._running_contexts = self._contexts.of_pass(kind)
+        self._next.update(dict.fromkeys(self._contexts.latest(), kind))
         self._contexts.add(kind)
         self.kind, self.collectives, self.deviations = kind, [], 0
-        known = next((self._known[context] for context in self._keys if context in self._known), None)
-        self._expect(known, guess)
+        self._expect(self._last_schedule(self._running_contexts), guess)
         self._number += 1
         self._remember()
 
@@ -121,7 +124,7 @@ class PassLog:
         if known is None:
             known = self.collectives
             schedules.appendleft(known)
-        self._known.update(dict.fromkeys(self._keys, known))
+        self._known.update(dict.fromkeys(self._running_contexts, known))
         self._past[-1] = (*self._past[-1][:3], known)
         self._leave()
 
@@ -173,10 +176,10 @@ class PassLog:
 
         A group that only some ranks recompute in backward may be reduced several times.
         """
-        return not self.chosen and self.expected not in self.rest
+        return not self.chosen and self.expected not in self.after_next
 
     @property
-    def rest(self) -> Schedule:
+    def after_next(self) -> Schedule:
         """The collectives that are expected after the next one."""
         return list(self._expects.schedule[len(self.collectives) + 1 :])
 

@@ -253,7 +253,7 @@ class RankMonitor:
     def _deviate(self, collective: Collective) -> None:
         """Meet, and leave the schedule with ``collective`` together with all ranks."""
         log = self.log
-        rest = [one for one in (log.expected, *log.rest) if one is not None and one.group is not collective.group]
+        rest = [one for one in (log.expected, *log.after_next) if one is not None and one.group is not collective.group]
         if collective.part:  # the sizes that an extension sends are known only now; similar units send the same
             rest = [
                 Collective(one.kind, one.group, collective.part) if _alike(one.group, collective.group) else one

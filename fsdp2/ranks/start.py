@@ -29,7 +29,7 @@ def options_of(root: RootContext[Any]) -> list[Line]:
     numbers = {unit: number for number, unit in enumerate(root.all_states)}
     lines = []
     for unit, number in numbers.items():
-        options = list(dict.fromkeys(group.store.options.describe_alike() for group in unit.groups))
+        options = list(dict.fromkeys(group.store.options.describe_compared() for group in unit.groups))
         compared, shown = [str(number), *options], [text for text in options if text]
         for when, ahead in (("forward", unit.forward_prefetch), ("backward", unit.backward_prefetch)):
             # By number, not by name: names of experts often contain a number that only their rank has.

@@ -296,7 +296,7 @@ def test_shards_on_the_host_are_copied_beside_the_gather_before() -> None:
         copies = HostCopies(lanes)
         for wire in [Buffer(16, CPU) for _ in range(3)]:
             buffers = cast(GatherBuffers, SimpleNamespace(wire=wire, fill_wire=wire.bytes.zero_))
-            with lanes.gather.after(copies.start(buffers)) as gathered:
+            with lanes.gather.after(copies.start_copy(buffers)) as gathered:
                 wire.bytes + 1
             copies.hold(buffers, gathered.event)
         copy, gather = lanes.copy._stream, lanes.gather._stream

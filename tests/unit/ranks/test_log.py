@@ -58,7 +58,7 @@ def test_a_step_that_is_not_next_changes_nothing() -> None:
     log = learned(*ITERATION)
     log.begin(FORWARD)
     assert log.follow(A) and not log.follow(C) and log.collectives == [A] and not log.unscheduled
-    assert log.expected == B and log.rest == [C]
+    assert log.expected == B and log.after_next == [C]
     assert log.expects_later(C) and not log.expects_later(A) and not log.expects_later(B)
 
 
@@ -91,7 +91,7 @@ def test_a_step_that_was_chosen_is_next_and_the_last_expected() -> None:
     log = learned(*ITERATION)
     log.begin(FORWARD)
     log.choose(D)
-    assert log.chosen and log.expected == D and log.rest == []
+    assert log.chosen and log.expected == D and log.after_next == []
     log.add(D)
     assert not log.chosen and log.expected is None and log.collectives == [D]
 

@@ -95,14 +95,14 @@ def test_the_same_ranks_may_replicate_only(rank: int) -> None:
         whole = DataParallelMesh.from_mesh(mesh).replicated()
         assert_absent(whole.shard)
         assert ranks_of(whole.replicate) == [0, 1, 2, 3] and whole.mesh is mesh
-        assert whole.roles == ("replicate",) and whole.replicated() is whole and whole.first is whole.replicate
+        assert whole.roles == ("replicate",) and whole.replicated() is whole and whole.first_axis is whole.replicate
     with fake_mesh(2, 2, names=("r", "s"), rank=rank) as mesh:
         both = DataParallelMesh.from_mesh(mesh)
         whole = both.replicated()
         assert_absent(whole.shard)
         assert ranks_of(whole.replicate) == [0, 1, 2, 3] and whole.mesh is mesh
         assert whole.roles == ("replicate", "replicate") and both.roles == ("replicate", "shard")
-        assert both.first is both.shard and both.replicated().replicate.group is whole.replicate.group
+        assert both.first_axis is both.shard and both.replicated().replicate.group is whole.replicate.group
 
 
 @pytest.mark.parametrize(("shard", "replicate"), [("dp", None), (("dp", "cp"), None), ("cp", "dp")])

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2.comm.streams import ComputeLane, Lane
+from fsdp2.sharding.platform import platform
 
 __all__ = ["Staging", "has_host", "host_memory"]
 
@@ -24,8 +25,9 @@ def has_host(device: torch.device) -> bool:
 
 def host_memory(nbytes: int, *, pin: bool) -> torch.Tensor:
     """Return bytes of the host, page-locked (``pin``) if there is an accelerator; their content is undefined."""
-    pin = pin and torch.accelerator.is_available()
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+    host = platform().host
+    pin = pin and host == "cpu" and torch.accelerator.is_available()
+    return torch.empty(nbytes, dtype=torch.uint8, device=host, pin_memory=pin)
 
 
 class Staging:

@@ -28,21 +28,23 @@ def _backend_of_torch(group: dist.ProcessGroup, device_type: str) -> str:
 
 @dataclass(frozen=True)
 class Platform:
-    """Two functions that answer for devices and process groups, by default as torch describes them.
+    """What devices and process groups count as, by default as torch describes them.
 
     ``streams(device)`` returns the module that makes the device's streams and events (``torch.cuda`` for a GPU), or
     None if it has no streams. ``backend(group, device_type)`` returns the name of the backend that the group counts as.
     With "gloo", the host waits for collectives, which run concurrently. With any other backend, collectives run on
-    streams, in order, and several gathers are one launch. Only "nccl" uses what NCCL alone has.
+    streams, in order, and several gathers are one launch. Only "nccl" uses what NCCL alone has. Memory of the host is
+    that of the device ``host``.
     """
 
     streams: Callable[[torch.device], Any] = _streams_of_torch
     backend: Callable[[dist.ProcessGroup, str], str] = _backend_of_torch
+    host: str = "cpu"
 
 
-def simulated(name: str, module: Any = None) -> Platform:
+def simulated(name: str, module: Any = None, host: str = "cpu") -> Platform:
     """Return a platform whose process groups count as ``name`` and whose devices have the streams of ``module``."""
-    return Platform(lambda device: module, lambda group, device_type: name)
+    return Platform(lambda device: module, lambda group, device_type: name, host)
 
 
 _platforms = [Platform()]

@@ -57,14 +57,17 @@ def _forecast(place: Place, size: Size, hardware: Hardware) -> Any:
 
 def assumed(hosts: int, rates: dict[str, Any]) -> list[str]:
     """Return the names of the constants that were not measured: they are those of an H100."""
-    return [*([] if rates.get("gathers") else ["links"]), *([] if hosts > 1 else ["network_bytes_per_second"])]
+    network, host = hosts > 1, "host_bytes_per_second" in rates
+    known = {"links": rates.get("gathers"), "network_bytes_per_second": network, "host_bytes_per_second": host}
+    return [name for name, measured in known.items() if not measured]
 
 
 def hardware_of(world: int, hosts: int, rates: dict[str, Any]) -> Hardware:
     """Return the hardware with the measured rates."""
     ranks_here = max(world // hosts, 1)
     values: dict[str, Any] = {"name": "measured", "ranks_per_node": ranks_here}
-    values |= {name: rates[name] for name in ("flops_per_second", "memory_bytes_per_second")}
+    measured = ("flops_per_second", "memory_bytes_per_second", "host_bytes_per_second")
+    values |= {name: rates[name] for name in measured if name in rates}
     if rates.get("gathers"):
         link = fitted_link(world, rates["gathers"])
         values["links"] = (link,)

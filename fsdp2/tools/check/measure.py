@@ -294,6 +294,10 @@ def rates(place: Place) -> Outcome:
         "flops_per_second": 2 * side**3 / product * first.itemsize / 2,  # as for elements of two bytes
         "memory_bytes_per_second": 2 * bytes_copied / copy,
     }
+    if place.cuda:
+        host = torch.empty(bytes_copied // 4, dtype=torch.uint8, device="cpu", pin_memory=True)
+        copied = target[: host.numel()]
+        figures["host_bytes_per_second"] = host.numel() / _fastest(lambda: copied.copy_(host, non_blocking=True), place)
     if place.world > 1:
         figures["gathers"] = _gathers(place)
     return Outcome("seen", figures=figures)

@@ -73,6 +73,8 @@ class Hardware:
         Link(256, 1.2e-3, 300e9),
         Link(1024, 4e-3, 300e9),
     )
+    host_bytes_per_second: float = 50e9
+    """The rate between a device and its host, in each direction."""
 
     def __post_init__(self) -> None:
         """Check the constants, and sort the links."""
@@ -154,6 +156,8 @@ class Hardware:
         touched = [*tensors_in((args, kwargs)), *tensors_in(out)]
         if not touched:
             return 0.0
+        if len({tensor.is_meta for tensor in touched}) > 1:
+            return nbytes_of(touched[0]) / self.host_bytes_per_second
         flops = _flops(func)
         seconds = sum(map(nbytes_of, touched)) / self.memory_bytes_per_second
         if flops is None:

@@ -86,6 +86,8 @@ class Memory(TorchDispatchMode):
                 self._blocks[storage_key(local)].kind = kind
 
     def _follow(self, tensor: torch.Tensor, kind: str = "activations") -> None:
+        if tensor.is_meta:
+            return  # memory of the host
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key not in self._sizes:
             self._references[key] = weakref.ref(storage, lambda _: self._died(key))

@@ -128,7 +128,7 @@ def test_rates_alone(tmp_path):
     measured, _, others = done.output.partition("not measured here, so those of an H100:")
     assert "flops_per_second" in measured and "ranks_per_node" in measured and "collective of" not in measured
     assert "network_bytes_per_second" in others and "a collective of 1024 ranks" in others
-    assert done.report["not measured"] == ["links", "network_bytes_per_second"]
+    assert done.report["not measured"] == ["links", "network_bytes_per_second", "host_bytes_per_second"]
     assert Hardware.load(tmp_path / "new" / "machine.json").flops_per_second > 0
 
 

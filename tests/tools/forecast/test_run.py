@@ -47,6 +47,40 @@ def step(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
+def build_offloaded(mesh: Any, **options: Any) -> tuple[Any, Any]:
+    """Return the model, and its optimizer with its state on the host."""
+    model, _ = build(mesh)
+    return model, fsdp2.offload_optimizer_state(torch.optim.AdamW(model.parameters(), fused=True), **options)
+
+
+def test_state_on_the_host():
+    """Moments are no memory of the device, except for a budget; a step takes the time in which they are copied.
+
+    Copies go in both directions at once, three buckets are on the device, and the kernels are hidden behind them.
+    """
+    hardware = replace(H100, host_bytes_per_second=1e9)
+    moments = 2 * 4 * WIDTH * WIDTH * 4 // 8
+
+    def built(mesh: Any) -> tuple[Any, Any]:
+        model, _ = build(mesh)
+        return model, fsdp2.use_local_shards(torch.optim.AdamW(model.parameters(), fused=True))
+
+    def forecast_of(build: Any) -> Any:
+        return forecast(build, step, mesh={"shard": 8}, hardware=hardware)
+
+    plain = forecast_of(built)
+    offloaded = forecast_of(partial(build_offloaded, bucket_mb=16))
+    half = forecast_of(partial(build_offloaded, bucket_mb=16, device_budget_bytes=moments // 2))
+    assert plain.bytes_by_kind["optimizer state"] == pytest.approx(moments, rel=0.001)
+    assert offloaded.bytes_by_kind.get("optimizer state", 0) < 1024
+    assert half.bytes_by_kind["optimizer state"] == pytest.approx(moments // 2, rel=0.001)
+    assert plain.peak_bytes - offloaded.peak_bytes == pytest.approx(moments, rel=0.1)
+    # The first bucket arrives while nothing leaves, and the last one leaves while nothing arrives.
+    for one, buckets, copied in ((offloaded, 4, moments), (half, 2, moments // 2)):
+        extra = one.step_seconds - plain.step_seconds
+        assert extra == pytest.approx(copied / 1e9 * (1 + 1 / buckets), rel=0.05)
+
+
 def test_figures():
     """Shards, optimizer state and what is gathered are as long as arithmetic says; nothing is made in memory.
 

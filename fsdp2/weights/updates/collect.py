@@ -11,7 +11,7 @@ from fsdp2.sharding.boxes import narrow, numel
 from fsdp2.sharding.packing import align
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.updates.bucket import Part, Update, WeightBucket, whole_part
-from fsdp2.weights.updates.delta import Form, changed, encode, nbytes_of, reachable, smallest
+from fsdp2.weights.updates.delta import Form, changed, counted, encode, nbytes_of, smallest
 from fsdp2.weights.updates.plan import Plan, packed
 
 __all__ = ["Collector", "Forms"]
@@ -40,8 +40,8 @@ class Collector:
         counts: list[torch.Tensor] = []
         with self.ranks.agreed():
             for i, piece in enumerate(self.plan.pieces):
-                mask = changed(piece.read(), self.sent[i])
-                counts += [mask.sum().to(self.ranks.device), reachable(mask).sum().to(self.ranks.device)]
+                for count in counted(changed(piece.read(), self.sent[i])):
+                    counts.append(count.to(self.ranks.device))
             numbers = torch.stack(counts).tolist() if counts else []  # the host waits once
         forms = [
             smallest(marked, reached, piece.numel, piece.dtype.itemsize)

@@ -12,7 +12,7 @@ import torch
 
 from fsdp2.sharding.packing import align
 
-__all__ = ["Form", "bits", "changed", "decode", "encode", "nbytes_of", "reachable", "smallest"]
+__all__ = ["Form", "bits", "changed", "counted", "decode", "encode", "nbytes_of", "reachable", "smallest"]
 
 _FARTHEST = 65_535
 """The largest step between two changed elements: what 16 bits hold."""
@@ -50,6 +50,15 @@ def reachable(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+def counted(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how many elements ``mask`` marks, and how many with those that ``reachable`` adds."""
+    marked = mask.count_nonzero()  # much faster than a sum on a CPU
+    if mask.numel() <= _FARTHEST:
+        return marked, marked
+    every = mask[::_FARTHEST]
+    return marked, marked + every.numel() - every.count_nonzero()
+
+
 def nbytes_of(form: int, count: int, numel: int, itemsize: int) -> int:
     """Return the bytes of a part of ``numel`` elements in ``form``, of which ``count`` are sent."""
     if form == Form.NOTHING:
@@ -66,7 +75,7 @@ def _index_bytes(form: int, count: int, numel: int) -> int:
 def smallest(marked: int, reached: int, numel: int, itemsize: int) -> tuple[Form, int]:
     """Return the form with the fewest bytes, and how many elements are sent in it.
 
-    ``marked`` elements of the part have changed; with those that ``reachable`` adds there are ``reached``.
+    ``marked`` and ``reached`` are what ``counted`` returns.
     """
     if not marked:
         return Form.NOTHING, 0
@@ -91,8 +100,7 @@ def encode(form: Form, new: torch.Tensor, mask: torch.Tensor | None, into: torch
     else:
         padded = torch.zeros(8 * len(index), dtype=torch.bool, device=mask.device)
         padded[: len(mask)] = mask
-        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
-        index.copy_((padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8))
+        index.copy_(_packed(padded))
 
 
 @torch.no_grad()
@@ -107,6 +115,20 @@ def decode(
     if form == Form.STEPS:
         steps = index[: 2 * count].view(torch.int16).to(torch.int64) & _FARTHEST
         return steps.cumsum(0), values
-    places = torch.arange(8, dtype=torch.uint8, device=index.device)
-    mask = (index.view(-1, 1) >> places) & 1
-    return mask.view(-1)[:numel].nonzero().view(-1), values
+    return _unpacked(index)[:numel].nonzero().view(-1), values
+
+
+def _packed(mask: torch.Tensor) -> torch.Tensor:
+    """Return a bit for each element of ``mask``, the first of eight in the lowest place of a byte.
+
+    A product of eight bytes that are 0 or 1, as one integer, with this constant has byte i as bit i of its highest
+    byte, and no two of its terms meet in one bit. Bytes are in little-endian order.
+    """
+    return ((mask.view(torch.int64) * 0x0102_0408_1020_4080) >> 56).to(torch.uint8)
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """Return the mask of which ``packed`` has the bits."""
+    values, places = torch.arange(256, device=packed.device), torch.arange(8, device=packed.device)
+    eight = ((values.view(-1, 1) >> places) & 1).to(torch.uint8).view(torch.int64).view(-1)  # of each possible byte
+    return eight[packed.to(torch.int64)].view(torch.bool)

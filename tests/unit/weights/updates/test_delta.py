@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fsdp2.sharding.boxes import narrow, numel
 from fsdp2.weights.buckets import Entry
 from fsdp2.weights.updates.bucket import Part, Update, WeightBucket, from_plain, to_plain
-from fsdp2.weights.updates.delta import Form, bits, changed, decode, encode, nbytes_of, reachable, smallest
+from fsdp2.weights.updates.delta import Form, bits, changed, counted, decode, encode, nbytes_of, reachable, smallest
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int64, torch.bool)
 
@@ -55,7 +55,8 @@ def test_every_form_is_exact(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
     for form in (Form.WHOLE, Form.STEPS, Form.BITS):
         result, sizes[form] = written(form, new, old, mask)
         assert torch.equal(bits(result), bits(new)), form
-    form, _ = smallest(int(mask.sum()), int(reachable(mask).sum()), len(new), new.dtype.itemsize)
+    marked, reached = map(int, counted(mask))
+    form, _ = smallest(marked, reached, len(new), new.dtype.itemsize)
     assert (form == Form.NOTHING) == (not mask.any())
     assert form == Form.NOTHING or sizes[form] == min(sizes.values())
 
@@ -67,9 +68,10 @@ def test_steps_over_long_stretches() -> None:
         new = old.clone()
         new[places] = 1
         mask = changed(new, old)
-        reached = reachable(mask)
-        form, count = smallest(int(mask.sum()), int(reached.sum()), len(new), 2)
-        assert form == Form.STEPS and count <= len(places) + 4 and int(mask.sum()) == len(places)
+        marked, reached = map(int, counted(mask))
+        form, count = smallest(marked, reached, len(new), 2)
+        assert (marked, reached) == (len(places), int(reachable(mask).sum()))
+        assert form == Form.STEPS and count == reached <= len(places) + 4
         result, nbytes = written(Form.STEPS, new, old, mask)
         assert torch.equal(result, new) and nbytes <= 4 * (len(places) + 4) + 16
 

@@ -281,8 +281,16 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "A rule that fits nothing, tensors that do not fit together": (
             WEIGHTS + "updates/test_changing.py::test_refused_before_anything_is_sent",
         ),
-        "Names, shapes and dtypes that a receiver does not expect": (
+        "Names, shapes and dtypes that a receiver of a group does not expect": (
             WEIGHTS + "updates/test_groups.py::test_tensors_of_an_engine",
+        ),
+        "If a receiver dies, the next `send` raises an error on every rank": (
+            WEIGHTS + "updates/test_groups.py::test_an_engine_of_another_job",
+        ),
+        "A receiver whose trainer dies raises an error likewise": (
+            WEIGHTS + "updates/test_groups.py::test_a_trainer_that_dies",
+        ),
+        "A mapping that does not fit, parameters on the meta device": (
             WEIGHTS + "updates/test_changing.py::test_refused_before_anything_is_sent",
             WEIGHTS + "updates/test_changing.py::test_one_name_for_experts_of_several_ranks",
         ),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from fsdp2.weights.updates import collect
 from tests.support import api, processes
 from tests.support.parity import mesh_1d, shard_each
 from tests.support.pool import on_ranks
-from tests.weights.updates.engines import assert_equal, bitwise, group_with, nudged, raised
+from tests.weights.updates.engines import WAIT, assert_equal, bitwise, group_with, nudged, raised
 
 pytestmark = api.fsdp2_only
 
@@ -57,8 +58,9 @@ def model() -> nn.Sequential:
 
 @on_ranks(2)
 def test_an_engine_of_another_job(rank, world, tmp_path):
-    """A program without a default process group receives weights of a model in training. Another one that takes its
-    place is sent everything, without being asked for, and then changes again."""
+    """A program without a default process group receives weights of a model in training. When it has ended, the next
+    update raises an error on every rank. Another program that takes its place is sent everything, without being asked
+    for, and then changes again."""
     module = model()
     shard_each(module, fsdp2, mesh=mesh_1d())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
@@ -79,11 +81,35 @@ def test_an_engine_of_another_job(rank, world, tmp_path):
                 expected = dict(fsdp2.iter_full_params(module, dtype=torch.bfloat16))
                 if rank == 0:
                     torch.save(expected, tmp_path / f"expected-{version}.pt")
-        if engine is not None:
-            output, _ = engine.communicate(timeout=60)
-            assert output.decode().strip() == str(version), output.decode()
+            if engine is not None:
+                output, _ = engine.communicate(timeout=60)
+                assert output.decode().strip() == str(version), output.decode()
+            assert raised(lambda group=group: sender.send(group)).startswith("RuntimeError")
     for number in range(1, version + 1) if rank == 0 else ():
         assert_equal(torch.load(tmp_path / f"{number}.pt"), torch.load(tmp_path / f"expected-{number}.pt"))
+
+
+TRAINER = """
+import os, sys
+import torch
+import fsdp2
+
+group = fsdp2.weight_sync_group(sys.argv[1], 0, 2)
+fsdp2.WeightSender(torch.nn.Linear(2, 2)).send(group)
+os._exit(1)
+"""
+
+
+def test_a_trainer_that_dies():
+    """A receiver that waits for the next update raises an error, and keeps the version that it has."""
+    address = f"127.0.0.1:{processes.free_port()}"
+    with subprocess.Popen([sys.executable, "-c", TRAINER, address]):
+        group = fsdp2.weight_sync_group(address, 1, 2, timeout=timedelta(seconds=WAIT))
+        receiver = WeightReceiver()
+        assert receiver.receive(group) == 1
+        assert raised(lambda: receiver.receive(group)).startswith("RuntimeError")
+        assert receiver.version == 1
+        dist.destroy_process_group(group)
 
 
 class Job:

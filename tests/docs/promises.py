@@ -20,6 +20,9 @@ STATE = "tests/fsdp1/state_dict/"
 
 PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     "README.md": {
+        "is repaired at its next step": (
+            "tests/unit/optim/test_prebuilt.py::test_training_goes_on_as_if_nothing_had_happened",
+        ),
         "ranks that differ raise an error that names the unit": (
             PARTING + "test_every_rank_raises_and_names_what_each_does",
             "tests/ranks/test_differing.py::test_skipped_without_the_option",
@@ -140,6 +143,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "docs/how_it_works.md": {
+        "The optimizer updates the shards, without communication": (DOCS + "test_nothing_is_sent_where_pages_say_so",),
+        "without communication while iterations repeat": (
+            "tests/ranks/test_store.py::test_an_iteration_costs_a_rank_the_same_whatever_the_ranks_and_units",
+        ),
         "every rank raises an error that names the unit and the collective of each rank": (
             PARTING + "test_every_rank_raises_and_names_what_each_does",
         ),
@@ -234,6 +241,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "parameters always keep their names": (STEP + "test_state.py::test_state_dict_is_sharded_at_any_time",),
     },
     "docs/state_dicts.md": {
+        "an error names the parameters with both shapes before anything is loaded": (
+            STATE + "test_loading.py::test_wrong_shapes",
+        ),
         "Names are always those of the plain model": (STATE + "test_full.py::test_equals_the_plain_models",),
         "all ranks raise an error before anything is sent": (
             STATE + "test_full.py::test_names_that_the_first_rank_lacks",
@@ -247,6 +257,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "so each micro-batch of an accumulation counts as a step": (DOCS + "test_each_micro_batch_is_a_recorded_step",),
     },
     "docs/troubleshooting.md": {
+        "says after about 20 seconds where it waits and where the others are": (
+            "tests/ranks/test_standstill.py::test_a_collective_of_one_rank_between_passes",
+        ),
         "If they differ, every rank raises an error within seconds": (
             PARTING + "test_every_rank_raises_and_names_what_each_does",
         ),
@@ -257,11 +270,16 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "docs/tutorials/finetune.md": {
+        "`plan_units` shows what it finds, before anything is sharded": (
+            "tests/grouping/test_policies.py::test_plans_need_no_processes",
+        ),
+        "Nothing is communicated inside the block": (DOCS + "test_nothing_is_sent_where_pages_say_so",),
         "`save_safetensors` gathers at most 64 MiB of it at a time": (
             WEIGHTS + "test_safetensors.py::test_memory_of_saving",
         ),
     },
     "docs/tutorials/loop.md": {
+        "The others accumulate them without communication": (DOCS + "test_nothing_is_sent_where_pages_say_so",),
         "Schedulers of `torch.optim.lr_scheduler` work unchanged": (STEP + "test_training_tools.py::test_schedules",),
         "or until fsdp2 raises an error": (
             "tests/ranks/test_differing.py::test_rank_raises",
@@ -272,6 +290,12 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "docs/weight_sync.md": {
+        "it sends only what changed since the last time, exactly": (
+            WEIGHTS + "updates/test_sending.py::test_every_kind",
+        ),
+        "They must be exactly what is sent: names, shapes and dtypes": (
+            WEIGHTS + "updates/test_groups.py::test_tensors_of_an_engine",
+        ),
         "The engine ends with the trainer's weights bit for bit": (
             WEIGHTS + "updates/test_groups.py::test_an_engine_of_another_job",
         ),
@@ -300,6 +324,26 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             WEIGHTS + "updates/test_groups.py::test_a_receiver_that_fails",
         ),
     },
+    "docs/recipes.md": {
+        "Nothing is communicated inside the block": (DOCS + "test_nothing_is_sent_where_pages_say_so",),
+    },
+    "fsdp2.WeightReceiver": {
+        "They must be exactly those that are sent": (WEIGHTS + "updates/test_groups.py::test_tensors_of_an_engine",),
+    },
+    "fsdp2.no_sync": {
+        "Accumulate full gradients without communication": (DOCS + "test_nothing_is_sent_where_pages_say_so",),
+    },
+    "fsdp2.optim_state_dict_to_load": {
+        "They are sharded without communication and copied": (DOCS + "test_nothing_is_sent_where_pages_say_so",),
+    },
+    "fsdp2.record_steps": {
+        "Outside the block it costs nothing": (DOCS + "test_nothing_is_sent_where_pages_say_so",),
+    },
+    "fsdp2.set_rank_checks": {
+        "It costs nothing in a repeated iteration": (
+            "tests/ranks/test_store.py::test_an_iteration_costs_a_rank_the_same_whatever_the_ranks_and_units",
+        ),
+    },
     "fsdp2.broadcast_from_rank0": {
         "An error is raised on every rank and leaves the model unchanged": (
             WEIGHTS + "test_broadcast_refuses.py::test_every_rank_learns_what_is_wrong",
@@ -325,6 +369,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Values always come from the shards": (WEIGHTS + "test_export.py::test_at_any_time",),
     },
     "fsdp2.load_safetensors": {
+        "All headers are checked before anything is changed": (
+            WEIGHTS + "test_files_that_do_not_fit.py::test_every_rank_learns_what_is_wrong",
+        ),
         "If one rank fails, every rank raises an error that names that rank": (
             WEIGHTS + "test_files_that_do_not_fit.py::test_every_rank_learns_what_is_wrong",
         ),
@@ -336,6 +383,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "fsdp2.summon_full_params": {
+        "a forward inside the block computes with the full parameters": (
+            DOCS + "test_nothing_is_sent_where_pages_say_so",
+        ),
         "other ranks need at most twice the largest parameter": (
             WEIGHTS + "test_memory.py::test_ranks_that_show_nothing",
         ),
@@ -380,6 +430,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "fsdp2.FSDPModule.set_requires_gradient_sync": {
+        "accumulate full gradients without communication (False)": (DOCS + "test_nothing_is_sent_where_pages_say_so",),
         "raise RuntimeError on every rank": (SYNC + "test_what_reads_gradients_is_refused",),
     },
     "fsdp2.FSDPModule.synchronize_gradients": {

@@ -8,15 +8,18 @@ import functools
 import inspect
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 
 import fsdp2
+from fsdp2 import _trace
+from fsdp2._torch.collectives import launched_collectives
 from tests.docs.promises import NO_PROMISE, PROMISES
 from tests.docs.test_pages import DOCS
 from tests.ranks.apart import run_apart
@@ -28,7 +31,8 @@ pytestmark = api.fsdp2_only
 
 PROMISING = re.compile(
     r"\b(never|always|bit for bit|same bits|on every rank|every rank raises?|all ranks raise|at most|unchanged"
-    r"|raises? (?:an? )?(?:error|\w+Error)|raise errors?)\b",
+    r"|raises? (?:an? )?(?:error|\w+Error)|raise errors?"
+    r"|nothing is communicated|without communication|costs nothing|before anything is \w+|is repaired|exactly)\b",
     re.I,
 )
 GENERATED = {"api.md", "benchmarks.md", "comparison.md", "compositions.md"}
@@ -113,6 +117,40 @@ def layers() -> nn.Sequential:
     model = nn.Sequential(nn.Embedding(17, 24), *blocks, nn.Linear(24, 17))
     model[1][0].bias.requires_grad_(False)
     return model
+
+
+@on_ranks(2)
+def test_nothing_is_sent_where_pages_say_so(rank, world):
+    """Collectives are counted, and ranks do the same a different number of times, which would hang."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = copy.deepcopy(plain)
+    for unit in (*model, model):
+        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.ones(2, 8)
+
+    def launched(action: Callable[[], object], times: int = 1) -> int:
+        before = launched_collectives()
+        for _ in range(times):
+            action()
+        return launched_collectives() - before
+
+    assert launched(lambda: model(x).sum().backward()) > 0  # they are counted
+    assert launched(optimizer.step, rank + 1) == 0
+    with fsdp2.summon_full_params(model, writeback=False), torch.no_grad():
+        assert launched(lambda: model(x), rank + 1) == 0
+    with fsdp2.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = fsdp2.optim_state_dict(model, optimizer)
+        assert launched(lambda: fsdp2.optim_state_dict_to_load(model, optimizer, state), rank + 1) == 0
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    with fsdp2.no_sync(model):
+        model(x).sum().backward()
+        assert launched(lambda: model(x).sum().backward()) == 0
+    model(x).sum().backward()
+    with fsdp2.record_steps(model):
+        assert _trace.recorder is not None
+    assert _trace.recorder is None and not _trace.recording
 
 
 @on_ranks(2)

@@ -44,6 +44,7 @@ __all__ = [
     "recomputation",
     "run_case",
     "skipped_unit",
+    "state_on_the_host",
     "tensor_parallel",
     "tied_parameters",
     "uneven_parameters",
@@ -225,6 +226,17 @@ def whole_matrix_optimizer(trial: Trial) -> None:
     trial.compare("whole matrices", got, expected, 0.0, exact=True)
 
 
+def state_on_the_host(trial: Trial) -> None:
+    """AdamW by offload_optimizer_state, compared with the same steps without it"""
+    seen = []
+    offload = partial(fsdp2.offload_optimizer_state, bucket_mb=1e-3)
+    for where, wrap in (("device", fsdp2.use_local_shards), ("host", offload)):
+        model = trial.sharded(Small, partial(shard, mesh=trial.mesh()))
+        optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))
+        seen.append(trial.train(model, f"state on the {where}", optimizer=optimizer))
+    trial.compare("state on the device", seen[1], seen[0], 0.0, exact=True)
+
+
 def _muon(model: Any, wrap: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
@@ -250,6 +262,7 @@ CASES: dict[str, Callable[[Trial], None]] = {
     "skipped unit": skipped_unit,
     "checkpoint": checkpoint,
     "whole-matrix optimizer": whole_matrix_optimizer,
+    "state on the host": state_on_the_host,
     "large parameters": large_parameters,
     "compiled blocks": compiled_blocks,
 }

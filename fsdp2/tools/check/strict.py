@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch.forecast import TorchDispatchMode, key_of, storage_key
 from fsdp2._torch.tensors import local_tensor
 from fsdp2.compression.policy import CompressionPolicy
+from fsdp2.optim.offload import offload_optimizer_state
 from fsdp2.tools.check.models import Small
 from fsdp2.tools.check.ordering import Ordering
 from fsdp2.tools.check.place import Outcome, Place
@@ -99,6 +100,7 @@ def streams(place: Place) -> Outcome:
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 INT8 = CompressionPolicy(torch.int8, torch.int8, torch.int8, block=16, min_numel=512)
+_STATE = "state on the host"
 ON_STREAMS: dict[str, dict[str, Any]] = {
     "float32": {},
     "mixed": {"mp_policy": MIXED},
@@ -106,6 +108,7 @@ ON_STREAMS: dict[str, dict[str, Any]] = {
     "in pairs": {"reshard_after_forward": 2, "mp_policy": MIXED},
     "compressed": {"compression": INT8},
     "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    _STATE: {"mp_policy": MIXED},
     "hybrid": {"copies": 2, "mp_policy": MIXED},
     "hybrid, bfloat16": {"copies": 2, "mp_policy": BF16},
     "hybrid, compressed": {"copies": 2, "compression": INT8, "mp_policy": MIXED},
@@ -118,8 +121,8 @@ def watched(place: Place, watcher: Callable[[], Any]) -> Outcome:
     """Train in contexts whose ``mistakes`` name what is not ordered."""
     trial = Trial(place)
     for name, options in ON_STREAMS.items():
-        if name == "offloaded" and not place.cuda:
-            continue  # shards are on the host in any case
+        if name in ("offloaded", _STATE) and not place.cuda:
+            continue  # shards and state are on the host in any case
         copies = options.get("copies", 1)
         if place.world % 2 and (copies > 1 or name == "in pairs"):
             continue
@@ -129,6 +132,8 @@ def watched(place: Place, watcher: Callable[[], Any]) -> Outcome:
         if copies > 1:
             model.set_transfer_sizes(direct_param_bytes=0)  # as parameters of a usual size
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=False)
+        if name == _STATE:
+            offload_optimizer_state(optimizer, bucket_mb=1 / 1024)  # several buckets
         with watcher() as watching:
             for step in range(3):
                 place.doing(f"{name}, step {step + 1}")

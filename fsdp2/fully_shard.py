@@ -359,7 +359,8 @@ class _Registry(dict):
     torch would treat our shards as tensor-parallel parameters and shard them again. Its only test of a module that it
     is about to manage is a look-up of ``replicate`` in this registry, so the error is raised there. Libraries may also
     call torch's search for the modules of a unit; they get an answer that ends the search at our units. FSDP1's
-    functions, which would find none of FSDP1's wrappers, raise an error.
+    functions, which would find none of FSDP1's wrappers, raise an error. A look-up has nothing but a name, so the
+    frames tell who asks. There is no hook: torch's ``fully_shard`` calls nothing of a module below before it shards.
     """
 
     def __contains__(self, name: object) -> bool:

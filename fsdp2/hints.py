@@ -3,6 +3,9 @@
 DTensor raises such an error in C++, before any Python code of ours could run. So its text is added when Python tells of
 the exception (3.12 and newer), or when it leaves the forward of a root, or a registered method. What older Pythons do
 not tell of is explained where nobody caught it: below the cell of a notebook, or in the log when the process ends.
+
+Such an error is a plain RuntimeError that has no parameter in it. Its text tells the kind, and the failing frames tell
+the parameter. Nothing but the text of the hint depends on this.
 """
 
 from __future__ import annotations

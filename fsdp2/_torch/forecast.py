@@ -97,7 +97,10 @@ def fake_tensors() -> Iterator[None]:
 
 
 def makes_ranks_of_a_mesh() -> bool:
-    """Return True if torch's device mesh calls the operator, to make the tensor of its ranks, whose values matter."""
+    """Return True if torch's device mesh calls the operator, to make the tensor of its ranks, whose values matter.
+
+    It is an operator without tensor arguments like any other, so only the stack tells.
+    """
     frame: Any = sys._getframe(2)
     for _ in range(8):
         if frame is None:

@@ -83,6 +83,8 @@ _FUNCTIONS = {
 def refuse_fsdp1(frame: FrameType | None) -> None:
     """Raise an error if ``frame`` belongs to a function of FSDP1's class: it would find no wrapper of its own.
 
+    These functions only read attributes of a module, as anybody may, so the frames tell who reads.
+
     ``FSDP.fsdp_modules`` is how libraries, and torch, ask for wrappers. The answer, none, is right; but a warning names
     ours where neither calls it.
     """

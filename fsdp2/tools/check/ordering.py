@@ -108,7 +108,7 @@ def _given(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _where() -> str:
-    """Return the innermost line of fsdp2, or else that autograd calls."""
+    """Return the innermost line of fsdp2, for a report; else that autograd calls. An operator knows no caller."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         if "/fsdp2/" in frame.f_code.co_filename and not frame.f_code.co_filename.endswith("check/ordering.py"):

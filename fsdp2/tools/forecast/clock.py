@@ -314,6 +314,7 @@ _FUNCTIONAL = {
 
 
 def _in_optimizer() -> bool:
+    """Return whether a step is under way. A flag set by hooks around it would stay set if the step raises."""
     frame: Any = sys._getframe(1)
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("torch.optim"):
         frame = frame.f_back

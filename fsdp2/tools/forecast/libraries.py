@@ -140,9 +140,10 @@ def _explained_as_torchs() -> Iterator[None]:
     try:
         yield
     except (AttributeError, TypeError) as error:
-        method = re.search(r"object has no attribute '(\w+)'", str(error))
-        if method and callable(getattr(FSDPModule, method[1], None)):
-            raise NotImplementedError(_LACKS.format(what=f"FSDPModule.{method[1]}")) from error
+        name = (error.name or "") if isinstance(error, AttributeError) else ""
+        if callable(getattr(FSDPModule, name, None)):
+            raise NotImplementedError(_LACKS.format(what=f"FSDPModule.{name}")) from error
+        # A TypeError has neither the method nor the argument but in its text.
         argument = re.search(r"FSDPModule\.(\w+)\(\) got an unexpected keyword argument '(\w+)'", str(error))
         if argument:
             raise NotImplementedError(_LACKS.format(what=f"FSDPModule.{argument[1]}({argument[2]}=...)")) from error

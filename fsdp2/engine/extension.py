@@ -77,7 +77,8 @@ class GatherExtension:
         self._input_sizes: list[torch.Size] = []
         self._metadata: Any = None
         self._view: torch.Tensor | None = None  # the full parameter in the shard's memory, between encode and decode
-        self._made_of: torch.Tensor | None = None  # the local tensor that the full parameter was made of
+        # What this extension has made the full parameter of: the gathered tensors, or the local tensor.
+        self._made_of: list[torch.Tensor] | torch.Tensor | None = None
         self.releases = getattr(param.local, _RELEASE, bool)()
         if not isinstance(self.releases, bool):
             raise AssertionError(f"{param.name}: {_RELEASE} must return a bool, got {type(self.releases)}")
@@ -106,7 +107,8 @@ class GatherExtension:
     def encode(self) -> list[torch.Tensor]:
         """Return this rank's inputs of the gather, 1D each and of the same size on every rank."""
         local = self.param.local
-        self._view = self._own_view(local)
+        # What was gathered once is always gathered, also when it is frozen now: autograd may need it once more.
+        self._view = None if self._made_of is self.outputs else self._own_view(local)
         if self._view is not None:
             self._input_sizes = []
             return []
@@ -178,9 +180,9 @@ class GatherExtension:
         if tensor.size() != torch.Size(spec.shard_shape) or tensor.size() == slot:
             return tensor
         padded = tensor.new_zeros(slot)
-        spec_dim = spec.layout.dim
-        assert spec_dim is not None
-        padded.narrow(spec_dim, 0, tensor.size(spec_dim)).copy_(tensor)
+        dim = spec.layout.dim
+        assert dim is not None
+        padded.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
         return padded
 
     def allocate(self, inputs: list[torch.Tensor], ranks: int) -> None:
@@ -210,20 +212,7 @@ class GatherExtension:
         local: Any = param.local
         gathered = tuple(output.view(-1, *size[1:]) for output, size in zip(self.outputs, self._input_sizes))
         dtype = param.compute_dtype
-        # A full parameter in the shard's own memory is made again if the shard has been replaced.
-        current = param.full is not None and (bool(self._input_sizes) or self._made_of is local)
-        self._made_of = local
-        if current and self._view is not None:
-            pass
-        elif current:
-            for tensor in self._inner:
-                _allocate(tensor)
-            if not sends_itself(local):
-                self._join_slots()
-            else:
-                with self._calling(_POST):
-                    local.fsdp_post_all_gather(gathered, self._metadata, dtype, out=param.full)
-        else:
+        if self._made_of is not self.outputs and self._made_of is not local:  # none yet, or of a replaced shard
             self._inner = []
             full = self._view
             if full is None and not sends_itself(local):
@@ -234,6 +223,15 @@ class GatherExtension:
                 self._inner = list(inner)
             with torch.no_grad():
                 param.set_full(full)
+            self._made_of = self.outputs if self._input_sizes else local
+        elif self._view is None:
+            for tensor in self._inner:
+                _allocate(tensor)
+            if not sends_itself(local):
+                self._join_slots()
+            else:
+                with self._calling(_POST):
+                    local.fsdp_post_all_gather(gathered, self._metadata, dtype, out=param.full)
         self._metadata = self._view = None
 
     def release(self) -> None:

@@ -611,6 +611,56 @@ def test_a_view_that_is_not_given(rank, world, trains, sends, widths):
             alone[0].weight.mul_(0.5)
 
 
+@api.fsdp2_only
+@on_ranks(1)
+@pytest.mark.parametrize("kind", [Lent, Viewed, OnlyViewed])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_weight_is_frozen_or_trained_after_its_first_use(rank, world, kind, trains):
+    """A view of the shard is for a frozen weight. One that was gathered, and then frozen, gave a view, but its full
+    weight was still the gathered one, whose memory nobody filled any more."""
+    OnlyViewed.view = torch.Tensor.detach
+    model, alone = frozen_first(kind), frozen_first(None)
+    warns = pytest.warns(UserWarning, match="which has no fsdp_pre_all_gather") if kind is OnlyViewed else None
+    model[0].weight.requires_grad_(trains)
+    alone[0].weight.requires_grad_(trains)
+    with warns if trains and warns else contextlib.nullcontext():
+        on_one_axis(model, api.ours)
+    for step in range(4):
+        for one in (model, alone):
+            one[0].weight.requires_grad_(trains == (step % 2 == 0))
+            one.zero_grad()
+            one(torch.full((2, 8), step + 1.0)).square().sum().backward()
+        for got, expected in zip(model.parameters(), alone.parameters()):
+            if expected.requires_grad:
+                torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+        with torch.no_grad():
+            local = model[0].weight.to_local()
+            getattr(local, "_tensor", local).mul_(0.5)
+            alone[0].weight.mul_(0.5)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Halves, Aliasing])
+def test_shards_that_move_between_steps(rank, world, kind):
+    """A setter may move the shards of a unit. Its new extensions then decoded into the full weights of the old ones,
+    whose memory no gather allocates any more: the process ended."""
+    torch.manual_seed(SEED)
+    model = of_halves(8, 8, kind=kind).append(nn.Linear(8, 4))
+    alone = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4))
+    for layer, own in zip(alone, model):
+        layer.load_state_dict({name: getattr(value, "_tensor", value) for name, value in own.state_dict().items()})
+    on_one_axis(model, api.ours)
+    for step in range(4):
+        for one in (model, alone):
+            one.zero_grad()
+            one(torch.full((2, 8), step + 1.0)).square().sum().backward()
+        for got, expected in zip(model.parameters(), alone.parameters()):
+            torch.testing.assert_close(got.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-4)
+        if step % 2:
+            model.set_transfer_sizes(direct_group_bytes=step)
+
+
 class Largest(Halves):
     """It communicates before it is gathered, as float8 weights do for their scale, which elements must be there for."""
 

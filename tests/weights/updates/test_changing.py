@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2 import WeightReceiver, WeightSender
@@ -276,3 +277,47 @@ def test_other_options_on_other_ranks(rank, world):
         if rank == 0:
             assert {name.replace("x.", "a.") for name in receiver.tensors} == set(expected)
             assert torch.equal(receiver.tensors["x.weight"], expected["a.weight"])
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_histories(rank, world, seed):
+    """Changes of values, replaced and added parameters, updates that break off at any bucket, receivers that start
+    anew, and full updates when nobody needs one, in any order: what arrives complete is right, and what a receiver
+    cannot take is refused."""
+    draw = random.Random(seed)
+    module = model()
+    dim = draw.choice([0, 1])
+    place = lambda parameter: Shard(min(dim, parameter.ndim - 1))
+    shard_each(module, fsdp2, mesh=mesh_1d(), shard_placement_fn=place)
+    dtype, bucket_mb = draw.choice([None, torch.bfloat16]), draw.choice([1e-5, 1e-4, 64])
+    receiver, sender = WeightReceiver(), WeightSender(module, delta=True, dtype=dtype, bucket_mb=bucket_mb)
+    complete = False  # whether the receiver has what the sender thinks it has
+    for step in range(14):
+        action = draw.choice(["nudge", "nudge", "nudge", "replace", "add", "break", "restart", "full", "nothing"])
+        if action == "replace":
+            module.a.weight = nn.Parameter(torch.full((5, 6), float(step)))
+        elif action == "add":
+            module.add_module(f"more{step}", nn.Linear(3, 3))
+            fsdp2.fully_shard(getattr(module, f"more{step}"), mesh=mesh_1d())
+        elif action == "restart":
+            receiver, complete = WeightReceiver(), False
+        if action != "nothing":
+            nudged(module, step)
+        stop = draw.randrange(4)
+
+        def apply(bucket: fsdp2.WeightBucket, stop=stop, breaks=action == "break", receiver=receiver) -> None:
+            if breaks and bucket.number == stop:
+                raise ConnectionError("gone")
+            receiver.apply(bucket)
+
+        try:
+            report = sender.send(apply, full=action == "full")
+        except (OSError, RuntimeError) as error:
+            refused = not complete and "has no complete version" in str(error)
+            assert refused or (action == "break" and "gone" in str(error)), error
+            complete = False
+        else:
+            complete = complete or report.full or report.buckets > 0
+            if complete:
+                assert_received(receiver, module, dtype=dtype)

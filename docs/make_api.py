@@ -199,6 +199,8 @@ TESTS: dict[str, str] = {
     + "test_compression.py::test_gradients_are_within_a_step_of_the_largest_of_their_block",
     "FSDPModule.set_compression": STEP + "test_compression.py::test_compression",
     "FSDPModule.set_compression(recurse)": STEP + "test_compression.py::test_set_compression_of_one_unit",
+    "FSDPModule.set_deterministic_reduction": STEP
+    + "test_deterministic_reduction.py::test_the_same_bits_on_two_and_four_ranks",
     "FSDPModule.set_transfer_sizes": STEP + "test_module_methods.py::test_transfer_sizes_say_what_is_packed",
     "FSDPModule.zero_grad": STEP + "test_kept.py::test_zero_grad_after_an_evaluation",
 }

@@ -518,6 +518,22 @@ class FSDPModule(TorchFSDPModule):
 
         self._change("set_transfer_sizes", recurse, change)
 
+    def set_deterministic_reduction(self, enable: bool, *, recurse: bool = True) -> None:
+        """Sum the gradients of this module in one order of ranks (True), with ``recurse`` of all units below, too.
+
+        Ranks exchange gradients and add them up in pairs of neighbours, in float32 at least. The sums then depend
+        neither on the backend, nor on timing, nor on the sizes of chunks. ``n`` ranks that accumulate two micro-batches
+        each get the same bits as ``2 * n`` ranks with one each, if they divide by powers of two and accumulate in the
+        same dtype. Without it, a backend sums in an order of its own.
+
+        Each rank receives as many bytes as with a reduce-scatter and needs memory for the received rows. Over a
+        replicate axis, gradients are exchanged and gathered, instead of all-reduced.
+
+        Raises:
+            ValueError: A unit has a custom reduce-scatter, or compresses gradients.
+        """
+        self._set("set_deterministic_reduction", recurse, in_pairs=_bool("enable", enable))
+
     def set_compression(self, compression: CompressionPolicy | None, *, recurse: bool = True) -> None:
         """Send the parameters and gradients of this module, with ``recurse`` of all units below, in fewer bytes.
 

@@ -104,7 +104,7 @@ class GradientPlan:
     def _find_rounded(self) -> bool:
         """Return whether gradients are sent as computed, so that all ranks need them in the dtype of computation."""
         options = self._store.options
-        exchanges = prefers_all_to_all(self._axis, NO_LIMIT, options.sizes.exchange_bytes)
+        exchanges = prefers_all_to_all(self._axis, NO_LIMIT, options.exchange_bytes)
         # A rank whose gradients have accumulated sends them in a wider dtype, and others cannot know that it does.
         return exchanges and options.scatter is None and not options.may_accumulate
 
@@ -177,7 +177,7 @@ class GradientPlan:
     def _reduces_in_place(self) -> bool:
         options = self._store.options
         custom = options.scatter is not None or options.all_reduce_hook is not None
-        return self._store.mesh.shard.is_nccl and not custom and options.sizes.exchange_bytes is None
+        return self._store.mesh.shard.is_nccl and not custom and options.exchange_bytes is None
 
     def _row_padding(self, dtypes: GradientDtypes) -> int:
         """Return the number of elements that the length of a row must be a multiple of.
@@ -208,7 +208,7 @@ class GradientPlan:
             replicate=mesh.replicate,
             reduce_dtype=reduce,
             wire_dtype=reduce if accumulated else dtypes.wire,
-            exchange_bytes=options.sizes.exchange_bytes,
+            exchange_bytes=options.exchange_bytes,
             out_dtype=dtypes.out or reduce,
             scaling=scaling,
             custom=options.scatter,
@@ -216,5 +216,6 @@ class GradientPlan:
             hook_lane=options.all_reduce_lane,
             offload=store.offloads,
             pin_memory=store.pins,
+            in_pairs=options.in_pairs,
             encodings=(self._comm.encoding(dtypes.formats[0], 0), self._comm.encoding(dtypes.formats[1], 1)),
         )

@@ -23,7 +23,16 @@ from fsdp2.sharding.packing import NO_LIMIT, TransferSizes
 
 __all__ = ["Formatting", "GroupOptions"]
 
-_COMPARED = ("sizes", "force_sum", "reduce_unused", "any_order", "all_gather", "reduce_scatter", "all_reduce_hook")
+_COMPARED = (
+    "sizes",
+    "force_sum",
+    "reduce_unused",
+    "any_order",
+    "in_pairs",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce_hook",
+)
 _values_compared = attrgetter(*_COMPARED)
 
 
@@ -59,6 +68,7 @@ class GroupOptions:
     any_order: bool = False  # of units that some ranks skip
     divide_factor: float | None = None
     force_sum: bool = False
+    in_pairs: bool = False  # gradients are summed in one order of ranks, whatever the backend
     reduce_inputs: int | None = None
     sizes: TransferSizes = field(default_factory=TransferSizes)
     all_gather: AllGather | None = None
@@ -112,6 +122,11 @@ class GroupOptions:
         return ", ".join(found)
 
     @property
+    def exchange_bytes(self) -> int | None:
+        """The size from which on ranks exchange gradients and sum them themselves; None: the backend's default."""
+        return 0 if self.in_pairs else self.sizes.exchange_bytes
+
+    @property
     def chunk_sizes(self) -> TransferSizes:
         """The transfer sizes for gradients.
 
@@ -156,6 +171,12 @@ class GroupOptions:
                     f"compression.{name}: expected the collectives of fsdp2, got a custom {kind} "
                     f"({type(comm).__name__}), which would not be called; leave one of the two out"
                 )
+        sums_itself = self.scatter is not None or self.formatting[1:] != (None, None)
+        if self.in_pairs and sums_itself:
+            raise ValueError(
+                "set_deterministic_reduction: expected the collectives of fsdp2, got a custom reduce-scatter or "
+                "compressed gradients, which sum by themselves; leave one of the two out"
+            )
         if self.all_reduce_hook is not None and not callable(self.all_reduce_hook):
             raise TypeError(f"all_reduce_hook: expected a callable of one tensor, got {self.all_reduce_hook!r}")
         if self._symmetric and (self.reduce_inputs or 1) > 1:

@@ -186,6 +186,14 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/ranks/test_differing.py::test_skipped_without_the_option",
         ),
     },
+    "docs/reproducibility.md": {
+        "The sums then do not depend on the backend, on timing, or on the sizes of chunks": (
+            STEP + "test_deterministic_reduction.py::test_the_same_bits_on_two_and_four_ranks",
+        ),
+        "half as many ranks that accumulate two micro-batches each compute the same bits": (
+            STEP + "test_deterministic_reduction.py::test_the_same_bits_on_two_and_four_ranks",
+        ),
+    },
     "docs/newer_torch.md": {
         "`dp_mesh_dims` takes only DTensors": (STEP + "test_named_dimensions.py::test_what_is_refused",),
         "hybrid sharding over rows whose sorted ranks do not line up": (

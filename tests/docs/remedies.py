@@ -373,6 +373,16 @@ class Own:
         output_tensor.copy_(total / group.size() if op == dist.ReduceOp.AVG else total)
 
 
+@remedy("which sum by themselves; leave one of the two out")
+def compressed_and_in_one_order(rank: int) -> Iterator[Callable[[], object]]:
+    """Either alone."""
+    module: Any = model(compression=fsdp2.CompressionPolicy(reduce=torch.int8))
+    yield lambda: module.set_deterministic_reduction(True)
+    module.set_compression(None)
+    module.set_deterministic_reduction(True)
+    goes_on(module)
+
+
 @remedy("which would not be called; leave one of the two out")
 def a_custom_reduction_with_compression(rank: int) -> Iterator[Callable[[], object]]:
     """Only gathers are compressed then."""

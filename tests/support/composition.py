@@ -26,6 +26,7 @@ FEATURES = {
     "experts": "experts on a mesh of their own",
     "several meshes": "parameters of one call on several meshes",
     "divide factor": "`set_gradient_divide_factor`",
+    "deterministic reduction": "`set_deterministic_reduction`",
     "reshard to int": "`reshard_after_forward=<int>`",
     "mixed precision": "`MixedPrecisionPolicy`",
     "CPU offload": "`CPUOffloadPolicy`",

@@ -600,7 +600,7 @@ class _PairedAllReduce:
     def __init__(self, plan: ReducePlan) -> None:
         self._axis, self._plan = plan.replicate, plan
 
-    def run(
+    def reduce(
         self, out: torch.Tensor, lane: Lane, event: torch.Event | None
     ) -> Generator[None, None, torch.Event | None]:
         """Exchange, add up, and gather the sums."""

@@ -444,6 +444,11 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     "fsdp2.FSDPModule.synchronize_gradients": {
         "On every rank: only some ranks call it": (SYNC + "test_calls_that_make_no_sense",),
     },
+    "fsdp2.FSDPModule.set_deterministic_reduction": {
+        "get the same bits as ``2 * n`` ranks with one each": (
+            STEP + "test_deterministic_reduction.py::test_the_same_bits_on_two_and_four_ranks",
+        ),
+    },
     "fsdp2.FSDPModule.set_transfer_sizes": {
         "None leaves a size unchanged": (STEP + "test_module_methods.py::test_transfer_sizes_say_what_is_packed",),
         "never on other backends": (

@@ -263,6 +263,8 @@ class Execution:
         """Go back from one of the kept losses, which may be used again if ``retain``."""
         if self.pending:
             index %= len(self.pending)
+            # torch allows one backward through what a selective checkpoint has recomputed.
+            retain = retain and not any(node.recompute == "selective" for node in self.plan.all_nodes())
             loss = self.pending[index] if retain else self.pending.pop(index)
             loss.backward(retain_graph=retain)
             self.unreduced |= bool(self.held)

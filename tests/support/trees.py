@@ -309,12 +309,15 @@ class Plan:
     @property
     def is_simple(self) -> bool:
         """Whether each unit is used by itself and once, so that backward is through with it when it leaves it."""
-        waiting, found = [*self.nodes], True
+        return not any(node.joins or node.recompute or node.ties or node.twice for node in self.all_nodes())
+
+    def all_nodes(self) -> Iterator[Node]:
+        """Yield the nodes of the tree."""
+        waiting = [*self.nodes]
         while waiting:
             node = waiting.pop()
             waiting += node.children
-            found = found and not (node.joins or node.recompute or node.ties or node.twice)
-        return found
+            yield node
 
     def build(self, world: int = 1) -> Root:
         """Return the model for so many ranks, equal on every call, with the experts of all ranks."""

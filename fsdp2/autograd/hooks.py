@@ -178,11 +178,7 @@ def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
 
 def hook_modules(registered: Callable[[nn.Module, str, Any], None]) -> None:
     """Call ``registered(module, name, child)`` before any module of the process gets a child; it may raise."""
-
-    def call(module: nn.Module, name: str, child: Any) -> None:
-        registered(module, name, child)
-
-    register_module_module_registration_hook(call)
+    register_module_module_registration_hook(registered)
 
 
 class ChildList:

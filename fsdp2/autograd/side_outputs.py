@@ -58,6 +58,7 @@ class SideOutputs:
         """
         found = self._find()
         left = self._made_since(since, found, outlasting) if found else []
+        # Other modules compute with a weight that ``parametrize.cached()`` keeps.
         left += [t for t in cached_parametrizations() if t is not None and is_made_since(t.grad_fn, since)]
         if not left:
             return False

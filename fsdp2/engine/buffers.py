@@ -193,28 +193,25 @@ class ShardStore:
     def replaced(self, *, in_backward: bool) -> bool:
         """Return whether a module shows another parameter than its shard, or the shard has another local tensor.
 
-        The second is what ``swap_tensors`` does. Every gather asks this: it is one pass in C over the local tensors and
-        one dictionary lookup for each site.
+        ``swap_tensors`` does the second. Every gather asks this: it is one pass in C over the local tensors, and no
+        call for a site.
 
         Raises:
             RuntimeError: somebody assigned ``.data``, which has no effect on a shard; not ``in_backward``.
         """
-        # Storages tell of an assignment to .data, which the gather of the next forward refuses; backward does not ask.
+        # Only storages show an assignment to .data, which the gather of the next forward refuses. Backward does not
+        # ask.
         same = lie_in(self._placed, self._placed.values(), None if in_backward else self._storages)
         if not same and not in_backward and lie_in(self._placed, self._placed.values()):
             self._refuse_assigned_data()
         for param in self.params:
             sharded = param.sharded
-            try:
-                for site in param.sites:
-                    if site.module._parameters[site.name] is not sharded:
-                        break
-                else:
-                    if same or param.local is self._placed[param]:
-                        continue
-            except KeyError:  # removed
-                pass
-            return True
+            for site in param.sites:
+                shown = site.module._parameters
+                if site.name not in shown or shown[site.name] is not sharded:  # removed, or another one
+                    return True
+            if not same and param.local is not self._placed[param]:
+                return True
         return False
 
     def check_ties(self) -> None:

@@ -72,6 +72,7 @@ class GroupGradients:
         """
         self.axis = axis
         self.comm = comm
+        # A lambda, because the group may get another ``comm``.
         self.unreduced = Unreduced(group.store, self._in_use, lambda: self.comm.reductions.finish())
         self._group = group
         self._phases = phases

@@ -52,7 +52,7 @@ class Stamp:
         groups = [group for optimizer in later if optimizer is not None for group in optimizer.param_groups]
         if any(id(param) in mine for group in groups for param in group["params"]):
             return True
-        self._seen_step = _count
+        self._seen_step = _count  # none of these steps has to be looked at again
         return False
 
     @property

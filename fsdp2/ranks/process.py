@@ -138,7 +138,7 @@ class _Process:
 
     def _work(self) -> None:
         for turn in itertools.count():
-            if self._world() is None:
+            if self._world() is None:  # the process group is gone, and this thread ends with it
                 return
             try:
                 self._next(turn)
@@ -205,7 +205,7 @@ def _this_process() -> _Process | None:
     if world is None or dist.get_world_size() == 1:
         return None
     backend = dist.get_backend_config(world)
-    if "fake" in backend or "threaded" in backend:
+    if "fake" in backend or "threaded" in backend:  # no other rank exists, or all are threads of this process
         return None
     with _lock:
         if world not in _processes:

@@ -314,7 +314,7 @@ def _flatten_shard_dims(spec: DTensorSpec, mesh: DataParallelMesh, names: tuple[
     placements: list[Placement] = []
     for i, name in enumerate(names):
         if name in shard:
-            if mesh.mesh in parts:
+            if mesh.mesh in parts:  # the flattened mesh stands for all of them, at the place of the first
                 continue
             parts.append(mesh.mesh)
             placements += [Replicate()] * (mesh.mesh.ndim - 1) + [spec.placements[i]]

@@ -293,10 +293,9 @@ class GroupExtensions:
                 extension.fill(rows[:count])
                 rows = rows[count:]
         compute.wait(done.event)
-        trains = torch.is_grad_enabled()
-        # Not in inference mode: training will compute with tensors that an evaluation makes. Leaving that mode enables
-        # gradients, so they are set back to what they were.
-        with torch.inference_mode(False), torch.set_grad_enabled(trains):
+        # Not in inference mode: training will compute with tensors that an evaluation makes. Without gradients: an
+        # extension may write to the full parameter, which is a leaf.
+        with torch.inference_mode(False), torch.no_grad():
             for extension in self._extensions:
                 extension.decode()
         # The memory came from the gather's lane, which must not use it again before compute has decoded.

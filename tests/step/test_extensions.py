@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -290,6 +291,40 @@ def test_patched_plain_tensors(rank, world, meta):
     assert len(ours) == 5 * STEPS + 1  # the unit that forward ends with stays from the second iteration on
     for one in seen:
         assert [out for _, out in one].count(False) == 3 and {dtype for dtype, _ in one} == {torch.bfloat16}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_an_extension_that_writes_to_the_parameter_with_gradients_enabled(rank, world, reshard):
+    """A forward enables gradients, but the full parameter, a leaf, is written to without. torch calls the extension
+    with them, so autograd refuses the write of the second gather."""
+    torch.manual_seed(SEED)
+    module = nn.Linear(6, 5, bias=False)
+    api.ours.fully_shard(module, mesh=mesh_1d(), reshard_after_forward=reshard)
+    local = module.weight._local_tensor
+
+    def post(outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None):
+        if out is None:
+            whole = outputs[0][:5].to(dtype)
+            return whole, (whole,)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(outputs[0][:5])
+        return None
+
+    def pre(mesh: DeviceMesh):
+        return (F.pad(local.detach(), (0, 0, 0, 3 - len(local))).to(torch.bfloat16),), None
+
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre, post
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for _ in range(3):
+        weight = module.weight.full_tensor().detach().to(torch.bfloat16).float()
+        x = torch.randn(4, 6)
+        y = module(x)
+        torch.testing.assert_close(y, F.linear(x, weight))
+        y.square().sum().backward()
+        assert module.weight.grad.full_tensor().any()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Aliasing(Halves):

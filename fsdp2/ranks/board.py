@@ -135,10 +135,11 @@ class Board:
             while (value := self._keys.get_within(key, seconds)) is None:
                 if time.monotonic() > end:
                     others = self._others()
+                    others = f"; when it last asked, {others}" if others else ""
                     self.fail(
                         f"rank {self.rank} waited {self._timeout:.0f} s, the timeout of its process group, for ranks "
-                        f"that did not come{others and f': {others}'}. Expected: every rank comes within this time; "
-                        "see what the other ranks print, or pass a longer timeout to init_process_group"
+                        f"that did not come{others}. Expected: every rank comes within this time; see what the other "
+                        "ranks print, or pass a longer timeout to init_process_group"
                     )
                 # The meeting takes a long time: show other ranks where this one is, and compare with them.
                 self.look(history, shows=True)

@@ -143,9 +143,8 @@ class Standstill:
         self._ended.set()
         self._thread.join(_LOOK_SECONDS)
         if failed and self.others and launched_collectives() == self._launched:
-            logger.error(
-                "rank %d failed where it waited for other ranks. R%s. %s", self._rank, self.others[1:], _REMEDY
-            )
+            text = "rank %d failed where it waited for other ranks. When it last asked, %s. %s"
+            logger.error(text, self._rank, self.others, _REMEDY)
         self._keys.set(f"at/{self._rank}", json.dumps([_ENDED, "has ended"]))
 
     # ---- looking ----

@@ -144,7 +144,7 @@ def comes_late(rank: int, world: int) -> None:
 def test_a_meeting_that_is_given_up_says_where_the_others_are():
     ended, _ = run_apart(comes_late, 2)
     place = f"rank 1: at {os.path.relpath(HERE)}:{line_of(comes_late, 'time.sleep')}. Expected: every rank comes"
-    assert "rank 0 waited 4 s, the timeout of its process group, for ranks that did not come: " in ended.error, ended
+    assert "rank 0 waited 4 s, the timeout of its process group, for ranks that did not come; " in ended.error, ended
     assert place in ended.error, ended
 
 
@@ -180,7 +180,10 @@ def ends_alone(rank: int, world: int) -> None:
 @pytest.mark.parametrize(
     ("program", "text"),
     [
-        (barrier_with_timeout, "rank 0 failed where it waited for other ranks. Rank 0: in barrier(), at "),
+        (
+            barrier_with_timeout,
+            "rank 0 failed where it waited for other ranks. When it last asked, rank 0: in barrier(), at ",
+        ),
         (
             ends_alone,
             "rank 0 failed in a collective, which all ranks must call: rank 1 ended, after the end of backward",

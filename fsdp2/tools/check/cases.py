@@ -48,6 +48,7 @@ __all__ = [
     "tensor_parallel",
     "tied_parameters",
     "uneven_parameters",
+    "weight_sync",
     "whole_matrix_optimizer",
 ]
 
@@ -237,6 +238,21 @@ def state_on_the_host(trial: Trial) -> None:
     trial.compare("state on the device", seen[1], seen[0], 0.0, exact=True)
 
 
+def weight_sync(trial: Trial) -> None:
+    """Weights sent to a receiver after each step by what has changed, compared with weights gathered at the end"""
+    model = trial.sharded(Small, partial(shard, mesh=trial.mesh()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    receiver = fsdp2.WeightReceiver()
+    sender = fsdp2.WeightSender(model, dtype=torch.bfloat16, bucket_mb=1e-2, delta=True)
+    for step in range(3):
+        trial.train(model, "fsdp2", [step], optimizer)
+        trial.place.doing(f"sending the weights of step {step + 1}")
+        sender.send(receiver.apply)
+    gathered: Seen = {f"weight {name}": value for name, value in fsdp2.iter_full_params(model, dtype=torch.bfloat16)}
+    received: Seen = {f"weight {name}": value for name, value in receiver.tensors.items()}  # on the first rank
+    trial.compare("weights gathered", received or gathered, gathered, 0.0, exact=True)
+
+
 def _muon(model: Any, wrap: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
@@ -263,6 +279,7 @@ CASES: dict[str, Callable[[Trial], None]] = {
     "checkpoint": checkpoint,
     "whole-matrix optimizer": whole_matrix_optimizer,
     "state on the host": state_on_the_host,
+    "weight sync": weight_sync,
     "large parameters": large_parameters,
     "compiled blocks": compiled_blocks,
 }

@@ -30,6 +30,7 @@ from fsdp2.engine.unit import live_units
 from fsdp2.engine.unreduced import any_unreduced
 from fsdp2.optim.alike import STEPS_ON_WHOLE, is_counter, refuse_mixed_lists
 from fsdp2.optim.averaging import refuse_ddp, warn_of_unaveraged
+from fsdp2.optim.host_state import HOST_STATE
 from fsdp2.optim.unreduced import drop_unreduced, refuse_unreduced_step
 from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 
@@ -170,13 +171,17 @@ def _around_loading(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     # What is a plain tensor now stays one, except on an owner of whole parameters, where everything is plain.
     whole = {} if STEPS_ON_WHOLE in optimizer.__dict__ else {p: _plain_names(optimizer, p) for p in _managed(optimizer)}
 
+    moves = HOST_STATE not in optimizer.__dict__
+
     @torch.no_grad()
     def after() -> None:
         """Shard what was loaded whole: torch's checkpoints pass the state of a scalar parameter as plain numbers."""
         for param, managed in _managed(optimizer).items():
             entry = optimizer.state.get(param)
             if isinstance(entry, dict):
-                optimizer.state[param] = _cut_state(entry, param, managed, any_shape=True, whole=whole.get(param, ()))
+                optimizer.state[param] = _cut_state(
+                    entry, param, managed, any_shape=True, whole=whole.get(param, ()), moves=moves
+                )
 
     return after
 
@@ -200,10 +205,12 @@ def _cut_state(
     managed: FSDPParam,
     any_shape: bool,
     whole: Collection[str] = (),
+    moves: bool = True,
 ) -> dict[str, Any]:
     """Return the optimizer's state of one parameter; tensors of the parameter's shape are sharded like it.
 
-    Tensors with a name in ``whole`` stay as they are, and so do single numbers, unless the parameter is one.
+    Tensors with a name in ``whole`` stay as they are, and so do single numbers, unless the parameter is one. What is
+    cut moves to the parameter's device if it ``moves``, else it stays on its own.
 
     Raises:
         RuntimeError: A tensor has another shape and more than one element, so it is unknown how to shard it. With
@@ -216,7 +223,7 @@ def _cut_state(
         if not isinstance(value, torch.Tensor) or counts or key in whole:
             cut[key] = value
         elif value.shape == original.shape:
-            cut[key] = _cut(value, original, managed)
+            cut[key] = _cut(value, original, managed, moves)
         elif any_shape:
             cut[key] = value
         else:
@@ -228,7 +235,7 @@ def _cut_state(
     return cut
 
 
-def _cut(value: Any, original: torch.Tensor, managed: FSDPParam) -> torch.Tensor:
+def _cut(value: Any, original: torch.Tensor, managed: FSDPParam, moves: bool) -> torch.Tensor:
     """Return ``value``, of the shape of the whole parameter, sharded like it; loading may have sharded it already."""
     spec = managed.spec
     if placed_alike(value, managed.sharded):
@@ -237,5 +244,5 @@ def _cut(value: Any, original: torch.Tensor, managed: FSDPParam) -> torch.Tensor
         local = on_this_rank(value)
     else:  # other placements (replicated, say), the same on every rank, so every rank runs this collective
         local = spec.of_plain(arrived(value.full_tensor()) if isinstance(value, DTensor) else value)
-    local = spec.cut(local).detach().to(managed.local.device, copy=True)
+    local = spec.cut(local).detach().to(managed.local.device if moves else local.device, copy=True)
     return spec.shard(local) if local.dtype == managed.dtype else spec.shard_as(local)

@@ -7,6 +7,7 @@ import gc
 from typing import Any
 
 import torch
+from torch import nn
 
 import fsdp2
 from tests.nullgpu.device import Counts
@@ -14,6 +15,7 @@ from tests.nullgpu.programs import ranks
 from tests.nullgpu.test_bytes import LLAMA, model_of
 
 MIB = 1 << 20
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Stepping:
@@ -81,3 +83,26 @@ def test_pageable_moments():
     """``pin_memory=False``: the host waits for every copy, as CUDA does with such memory; nothing else differs."""
     pinned, pageable = Stepping(fused=True, bucket_mb=64), Stepping(fused=True, pin_memory=False)
     assert pinned.peak == pageable.peak and pinned.counts["memcpys"] == pageable.counts["memcpys"]
+
+
+def test_loading_whole_moments():
+    """Whole tensors on the host are cut there: nothing of them comes to the device, where they were all at once."""
+    found = []
+    for offloads in (False, True):
+        gc.collect()
+        with ranks(8) as mesh:
+            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+            fsdp2.fully_shard(model, mesh=mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            if offloads:
+                fsdp2.offload_optimizer_state(optimizer, bucket_mb=1)
+            state = {"step": torch.tensor(1.0), **{name: torch.empty(1024, 1024, device="cpu") for name in MOMENTS}}
+            groups = optimizer.state_dict()["param_groups"]
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            optimizer.load_state_dict({"state": {index: dict(state) for index in range(8)}, "param_groups": groups})
+            found.append(torch.cuda.max_memory_allocated() - before)
+            moments = [entry[name] for entry in optimizer.state.values() for name in MOMENTS]
+            assert {moment.to_local().device.type for moment in moments} == {"cpu" if offloads else "cuda"}
+            assert all(moment.to_local().shape == (128, 1024) for moment in moments)
+    assert found[0] >= 8 * 2 * 1024 * 1024 * 4 // 8 and found[1] < 64 << 10

@@ -6,6 +6,7 @@ A CPU has no memory apart from the host's. So that there is something to copy, `
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 import warnings
 from typing import Any
@@ -361,6 +362,29 @@ def test_state_in_tensor_subclasses(rank, world):
             if one in optimizers[0].state:
                 found = [local(o.state[p]["averages"]) for o, p in zip(optimizers, (one, other), strict=True)]
                 assert torch.equal(found[0].a, found[1].a) and torch.equal(found[0].b, found[1].b)
+        assert on_host(optimizers[1])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="not installed: torchao")
+@on_ranks(2)
+def test_eight_bits_of_torchao(rank, world):
+    """Its moments are codes and scales, in a subclass inside a DTensor; its step is compiled for each parameter."""
+    kind = importlib.import_module("torchao.optim").AdamW8bit
+    with host_apart():
+        modules: list[Any] = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            module: Any = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+            fsdp2.fully_shard(module, mesh=mesh_1d())
+            modules.append(module)
+        optimizers = [kind(module.parameters(), lr=0.01) for module in modules]
+        fsdp2.offload_optimizer_state(optimizers[1], bucket_mb=0.01, elementwise=True)
+        for step in range(2):
+            for module, optimizer in zip(modules, optimizers, strict=True):
+                module(torch.randn(4, 128, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal(modules[0].state_dict(), modules[1].state_dict())
         assert on_host(optimizers[1])
 
 

@@ -7,6 +7,7 @@ does for a block; nothing here says how long a GPU takes. Rows that say `compile
 
     python benchmarks/nullgpu.py            every row, a few minutes
     python benchmarks/nullgpu.py --only hybrid
+    python benchmarks/nullgpu.py --jobs 3   several rows at once: bytes and counts stay as they are, times do not
 
 It needs an environment with torch's CUDA build, as `make test-cuda` makes: .venv-cuda/bin/python benchmarks/nullgpu.py
 """
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ SETTINGS = (
     Setting("hybrid, 8 copies of 8 ranks", replicas=8),
     Setting("tensor parallel, 8 of 64 ranks", tensor_parallel=8),
     Setting("recomputed, 64 ranks", kind="recomputed"),
-    Setting("compiled, 64 ranks", kind="compiled"),
+    Setting("compiled, 8192 tokens, 64 ranks", tokens=8192, kind="compiled"),
     Setting("offloaded, 64 ranks", kind="offloaded"),
     Setting("language model, 1024 tokens, 64 ranks", tokens=1024, kind="language model"),
     Setting("13b, 8192 tokens, 64 ranks", shape="13b", layers=4, tokens=8192),
@@ -227,6 +229,7 @@ def rows_of(setting: Setting) -> list[Row]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", metavar="TEXT", help="rows whose names have this")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many settings to measure at once")
     parser.add_argument("--worker", help="for the processes that this one starts")
     options = parser.parse_args()
     if options.worker:
@@ -236,11 +239,12 @@ def main() -> None:
         os._exit(0)
     if reason := null.missing():
         sys.exit(f"no null device: {reason}")
+    chosen = [setting for setting in SETTINGS if (options.only or "") in setting.name]
     rows, failed = [], 0
-    for setting in SETTINGS:
-        if (options.only or "") in setting.name:
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for result in [pool.submit(rows_of, setting) for setting in chosen]:
             try:
-                rows += rows_of(setting)
+                rows += result.result()
             except RuntimeError as error:  # the others are still worth having
                 print(error, file=sys.stderr)
                 failed += 1

@@ -649,7 +649,10 @@ def a_differentiable_step_with_state_on_the_host(rank: int) -> Iterator[Callable
     param.grad = torch.ones(4)
     yield fsdp2.offload_optimizer_state(torch.optim.Adam([param], differentiable=True)).step
     fsdp2.offload_optimizer_state(torch.optim.Adam([param], differentiable=False)).step()
-    torch.optim.Adam([param], differentiable=True).step()
+    result = param.clone()  # torch's own step goes through no leaf
+    result.grad = torch.ones(4)
+    torch.optim.Adam([result], differentiable=True).step()
+    assert result.requires_grad
 
 
 @remedy("Capture forward and backward, and call step() after the replay, or leave offload_optimizer_state out")

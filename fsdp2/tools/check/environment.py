@@ -118,8 +118,8 @@ def known_problems(torch_version: str, *, cuda: bool, gpus: int, ranks_here: int
         )
     if cuda:
         found.append(
-            "fsdp2's code for CUDA and NCCL has been tested on simulated devices only; please send this report, "
-            "whatever it says"
+            "fsdp2 has run on one GPU so far; its code for several has been tested on simulated devices only. Please "
+            "send this report, whatever it says"
         )
     elif gpus and ranks_here > gpus:
         found.append(

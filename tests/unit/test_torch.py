@@ -335,13 +335,14 @@ def test_only_cuda_has_a_current_stream_to_ask_for() -> None:
         assert key is not None and key() == torch.cuda.current_stream(0).cuda_stream
 
 
-@probes("plain_tensors_replicated")
+@probes("plain_tensors_replicated", "takes_plain_tensors")
 def test_plain_tensors_are_replicated_in_a_block(mesh: DeviceMesh) -> None:
     sharded = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
     for outer in (False, True):
         with _torch.plain_tensors_replicated() if outer else contextlib.nullcontext():
+            assert _torch.takes_plain_tensors() is outer
             with _torch.plain_tensors_replicated():
-                assert (sharded * torch.ones(8, 4)).placements == (Shard(0),)
+                assert (sharded * torch.ones(8, 4)).placements == (Shard(0),) and _torch.takes_plain_tensors()
             with contextlib.nullcontext() if outer else pytest.raises(RuntimeError, match="mixed"):
                 sharded * torch.ones(8, 4)
 

@@ -42,6 +42,15 @@ def test_a_group_knows_how_long_its_collectives_may_take() -> None:
         assert _torch.group_timeout(dist.new_group([0]), torch.device("cpu")) == default_pg_timeout
 
 
+@probes("group_on_store")
+def test_a_group_needs_no_default_group() -> None:
+    group = _torch.group_on_store(dist.HashStore(), "own", 0, 1, "gloo", timedelta(seconds=77))
+    value = torch.ones(3)
+    dist.all_reduce(value, group=group)
+    assert value.tolist() == [1.0] * 3 and dist.get_process_group_ranks(group) == [0] and not dist.is_initialized()
+    assert _torch.group_timeout(group, torch.device("cpu")) == timedelta(seconds=77)
+
+
 @probes("launched_collectives")
 def test_collectives_of_all_groups_are_counted() -> None:
     with gloo_mesh():

@@ -145,9 +145,10 @@ class _Offloaded:
 
         @functools.wraps(before)  # schedulers mark the step that they have wrapped
         def step(self_: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            note_step(self_)
+            noted(self_)
             return hooked(self_, *args, **kwargs)
 
+        noted = outside_dynamo(note_step)  # it sets an attribute, which Dynamo of torch 2.11 cannot trace
         hooked = optim.Optimizer.profile_hook_step(outside_dynamo(self._step))
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one alone
         optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]

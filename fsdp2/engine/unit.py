@@ -611,7 +611,7 @@ class FSDPState(ComposableState):
         run = root.start_backward()
         for group in reversed(groups):
             # Ranks may call a unit that some skip a different number of times, so it sends its gradients once.
-            if root.pending.leave_call(group) or not group.store.options.reduce_unused:
+            if not group.store.options.reduce_unused or root.pending.leave_call(group):
                 run.post_backward(group)
 
     def notice_backward(self) -> None:

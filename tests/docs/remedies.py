@@ -373,6 +373,17 @@ class Own:
         output_tensor.copy_(total / group.size() if op == dist.ReduceOp.AVG else total)
 
 
+@remedy("Pass True, or leave any_order out")
+def an_order_of_units_that_nobody_skips(rank: int) -> Iterator[Callable[[], object]]:
+    """Both ways."""
+    module: Any = model()
+    yield lambda: module.set_reduce_scatter_unused_params(False, any_order=True)
+    module.set_reduce_scatter_unused_params(False)
+    goes_on(module)
+    module.set_reduce_scatter_unused_params(True, any_order=True)
+    goes_on(module)
+
+
 @remedy("which sum by themselves; leave one of the two out")
 def compressed_and_in_one_order(rank: int) -> Iterator[Callable[[], object]]:
     """Either alone."""

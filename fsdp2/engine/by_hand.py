@@ -16,7 +16,7 @@ __all__ = ["gather_by_hand"]
 def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None:
     """Start gathering the groups in ``used``, each with its unit; ``asked`` names the call that asks for them.
 
-    Between passes, this is a separate pass, and the parameters are held until the caller frees them or changes the
+    Between passes, this is a separate pass, and the parameters are kept until the caller frees them or changes the
     shards. Inside a pass it is a prefetch, and that pass frees them.
     """
     by_root: dict[RootContext[FSDPState], list[FSDPParamGroup]] = {}
@@ -40,7 +40,7 @@ def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None
 def _gather_between_passes(
     root: RootContext[FSDPState], groups: list[FSDPParamGroup], units: list[FSDPState], kind: PassKind
 ) -> None:
-    """Gather in a separate pass, so that ranks on which nobody asked for it notice it, and hold the result."""
+    """Gather in a separate pass, so that ranks on which nobody asked for it notice it, and keep the result."""
     one_replica = are_copied(groups)  # a single replica may gather, as it may evaluate, so ranks are not compared
     for group in groups:
         group.residency.drop_passing_portions()
@@ -61,7 +61,7 @@ def _gather_between_passes(
             raise
     for group in groups:
         group.residency.end_portions(keep=False)
-        group.residency.hold(by_hand=True)
+        group.residency.keep(by_hand=True)
 
 
 def _start(groups: list[FSDPParamGroup], launch: Launch, *, in_backward: bool = False) -> None:

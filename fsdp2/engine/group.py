@@ -22,7 +22,7 @@ from fsdp2.engine.observer import Collective, Launch, launch_unobserved
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Site
 from fsdp2.engine.phase import Phase, PhaseTracker
-from fsdp2.engine.residency import Residency
+from fsdp2.engine.residency import Level, Residency
 
 __all__ = ["FSDPParamGroup", "UsingPass"]
 
@@ -79,9 +79,7 @@ class FSDPParamGroup:
         self._generation = 0  # of the full parameters that the last forward with gradients computed with
         self._used_by: UsingPass | None = None  # the last forward that computed with it
         self._computed_with: list[nn.Parameter | None] = []  # the shards that it used
-        # What its last forward left in memory, and the versions that this had then.
-        self._kept: tuple[object, list[int]] | None = None
-        self._versions: list[int] = []  # which these had when the forward that runs began, if it has gradients
+        self._versions: list[int] = []  # of the full parameters when the forward that runs began, if it has gradients
         for param in params:
             param.group = self
 
@@ -182,7 +180,6 @@ class FSDPParamGroup:
 
     def reshard(self) -> None:
         """Free the full memory, and show the shards."""
-        self._kept = None  # its stamp refers to shards, which may move next
         self.residency.free()
 
     def unshard_now(self, launch: Launch = launch_unobserved, *, in_backward: bool = False) -> None:
@@ -237,10 +234,10 @@ class FSDPParamGroup:
         return self._used_by is not None and self._used_by is not run and self._used_by.is_running
 
     def begin_forward_pass(self, run: UsingPass, *, aborted: bool) -> None:
-        """Free what is in memory and not held, as the forward ``run`` starts under the root.
+        """Free what is in memory and not kept, as the forward ``run`` starts under the root.
 
-        If the forward before was ``aborted``, free held memory too: ranks may have stopped at different units, so they
-        may hold different groups.
+        If the forward before was ``aborted``, free what is kept too: ranks may have stopped at different units, so they
+        may have kept different groups.
         """
         if self.residency.summoned or self.is_used_in_another(run):
             return  # nothing of it is gathered or freed until that block, or that forward, ends
@@ -248,8 +245,10 @@ class FSDPParamGroup:
         if self._norms and any([param.follow_statistics() for param in self._norms]):
             self.reshard()
             self.store.move_shards()
-        if self.residency.in_memory and (not self.residency.held or aborted):
+        if aborted:
             self.reshard()
+        else:
+            self.residency.lower()
 
     def pre_forward(self, run: UsingPass, *, first: bool, quiet: bool = False) -> bool:
         """Show full parameters for a forward; stages 3 to 5 of the life of a parameter.
@@ -258,8 +257,8 @@ class FSDPParamGroup:
         ``itinerary.Stop`` says. Returns whether a gather ahead came too early: the shards were written after it.
         """
         late = False
-        if first and self._kept is not None:
-            self._refuse_written_since(*self._kept)
+        if first:
+            self.residency.refuse_written()
         if first and self.residency.is_outdated(quiet=quiet):
             late = self.residency.is_gathering
             self.reshard()
@@ -294,16 +293,6 @@ class FSDPParamGroup:
         if _trace.recording:
             _trace.emit("post_forward", self)
 
-    def _refuse_written_since(self, state: object, versions: list[int]) -> None:
-        """Raise RuntimeError if what a forward left in memory in this ``state`` was written since."""
-        self._kept = None
-        if state is self.residency.state and self.store.full_versions() != versions:
-            raise RuntimeError(
-                f"{', '.join(self.store.changed_since(versions))}: written in place after a forward that left full "
-                "parameters in memory. This would be lost: they are copies, which are freed. If the program means to: "
-                "call reshard() on the module, and write to its shards with `with torch.no_grad(): param.copy_(value)`"
-            )
-
     @staticmethod
     def _refuse_writes(written: list[str]) -> None:
         raise RuntimeError(
@@ -320,37 +309,33 @@ class FSDPParamGroup:
         Stage 6 of the life of a parameter. Ranks that skipped the unit do the same.
         """
         trains = torch.is_grad_enabled()
-        if self.residency.held and not trains:
-            self.residency.return_to_pieces()
-            return  # unshard() was called on them, or a backward needs them: an evaluation leaves them as they were
         if after is True or self.residency.adopted:
-            self.reshard()
+            if trains or not self.residency.kept:
+                self.reshard()
+            else:
+                self.residency.lower()  # an evaluation leaves what a backward, or the caller, has kept
             return
-        self.wait_for_unshard()  # a rank that skips the unit only started the gather, for the others' sake
-        if after is False:
-            self._kept = self.residency.state, self.store.full_versions()
-        if after is not False:
-            self.residency.keep_pieces(after)
-        if trains:  # for backward; a pass without gradients frees them at its end
-            self.residency.hold()
+        level = Level.FULL if after is False else Level.PIECES
+        if trains and self.residency.kept > level:
+            self.residency.unkeep()  # this use decides what stays
+        self.residency.lower(level, ranks=after)
+        if trains:
+            self.residency.keep()  # for backward
         else:
-            self.residency.note_made()  # the pass may come again, behind a write
+            self.residency.note_left()  # the pass, which frees it at its end, may come again, behind a write
 
     def end_forward_pass(self, run: UsingPass) -> None:
-        """Free what the forward ``run`` under the root gathered and what is not held."""
-        residency = self.residency
+        """Free what the forward ``run`` under the root gathered and what is not kept."""
         if self.is_used_in_another(run):
             return
         self._used_by = None
-        residency.end_portions(keep=torch.is_grad_enabled())
-        residency.return_to_pieces()
-        if residency.in_memory and not residency.held and not residency.summoned:
-            self.reshard()
+        self.residency.end_portions(keep=torch.is_grad_enabled())
+        self.residency.lower()
 
     def break_off_forward(self, run: UsingPass, *, trains: bool) -> None:
         """End a forward that an exception has left, and free what it gathered, unless that is still in flight.
 
-        If it ``trains``, nothing is held any more: ranks may have stopped at different units, so they may hold
+        If it ``trains``, nothing is kept any more: ranks may have stopped at different units, so they may have kept
         different groups.
         A backward on an earlier forward may still use what is in memory, and the next forward frees it.
         """
@@ -359,10 +344,10 @@ class FSDPParamGroup:
         self._used_by = None
         if self.phases.in_forward:
             self.phases.enter("post_forward")
-        if self.residency.is_full and not self.residency.held and not self.residency.summoned:
-            self.reshard()
+        if not self.residency.is_gathering:  # to wait for a gather may take other ranks
+            self.residency.lower()
         if trains:
-            self.residency.unhold()
+            self.residency.unkeep()
 
     # ---- backward ----
 
@@ -395,7 +380,7 @@ class FSDPParamGroup:
                         "before its forward or after its backward"
                     )
         if not self.frees_after_backward:
-            self.residency.note_made()  # before gradients arrive: hooks on them may step an optimizer
+            self.residency.note_left()  # before gradients arrive: hooks on them may step an optimizer
         return True
 
     def ends_with_its_gradients(self) -> bool:
@@ -430,7 +415,7 @@ class FSDPParamGroup:
         if self.frees_after_backward and not stays:
             self.reshard()
         else:
-            self.residency.hold()
+            self.residency.keep()
         self.comm.start_postponed()  # into the memory that the group has just left, and before its gradients are packed
         if self.store.options.reduce_gradients:
             self.gradients.reduce_rest(launch)
@@ -447,8 +432,8 @@ class FSDPParamGroup:
 
     def end_backward_pass(self, *, last: bool) -> None:
         """End the backward for the group; after the ``last`` one, drop a prefetch that was not used."""
-        if last and self.residency.is_gathering and not self.residency.held:
-            self.reshard()
+        if last and self.residency.is_gathering:
+            self.residency.lower()
         options = self.store.options
         if options.reduce_gradients and options.all_reduce_gradients:
             self.residency.forget_portions()

@@ -1,30 +1,31 @@
 """Residency: what of one group's parameters is in memory, what its modules show, and every move between.
 
-This is the only place that knows. The states are values that carry their data, ``_MOVES`` says which may follow which,
-and everyone else uses four verbs:
+This is the only place that knows. ``level`` says what is in memory beside the shards, and ``kept`` how much of that
+outlives its use; ``_MOVES`` says which level may follow which. Everyone else uses these verbs:
 
 * ``start``: start gathering;
 * ``ready``: wait for the gather, so that compute may read the full parameters;
-* ``free``: keep the shards alone (or, with ``keep_pieces``, pieces on a few neighbouring ranks);
-* ``show``: choose what the modules show.
+* ``keep``: let what is in memory outlive its use;
+* ``lower``: free what is above a level, except what is kept;
+* ``free``: keep the shards alone.
 
-A pass frees what it gathered. What has to stay in memory beyond its end is *held*: full parameters or pieces that a
-backward will need, that ``set_reshard_after_backward(False)`` keeps for the next forward, or that the caller asked for
-with ``unshard()``. What can be used later has a ``Stamp`` of the shards that it was made of: a forward that finds
-others gathers anew.
+Who gathers for a pass lowers to the shards when its use or the pass is over, and need not know who else needs the
+memory. What is kept is what a backward will need, what ``set_reshard_after_backward(False)`` keeps for the next
+forward, or what the caller asked for with ``unshard()``. What can be used later has a ``Stamp`` of the shards that it
+was made of: a forward that finds others gathers anew.
 
-Beside the state there are three more fields. ``shown`` differs from what a state shows by default while a state dict is
-taken, so that saving neither frees nor gathers, and if a unit stays in memory for backward alone. ``summoned``
-suspends all of it for ``summon_full_params``. ``_by_hand`` tells if the caller wrote to what ``unshard()`` gathered.
+The modules show what is in memory, with two exceptions: while a state dict is taken, they show shards, so that saving
+neither frees nor gathers, and a unit that stays in memory for backward alone shows shards until then. ``summoned``
+suspends all of it for ``summon_full_params``.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -39,73 +40,39 @@ from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import AllGather
 from fsdp2.sharding.mesh import Axis
 
-__all__ = ["Full", "InFlight", "Pieces", "Residency", "Sharded", "Summoning"]
+__all__ = ["Level", "Residency", "Summoning"]
 
 
-# ---- states ----
+class Level(IntEnum):
+    """What of a group is in memory beside its shards."""
+
+    SHARDS = 0  # nothing
+    PIECES = 1  # pieces on a few neighbouring ranks, under ``reshard_after_forward=<int>``
+    GATHERING = 2  # memory that a gather writes, and the pieces that it reads, if it does
+    FULL = 3  # full parameters, and the pieces that they were gathered from, if these are kept
 
 
-@dataclass(eq=False)
-class Sharded:
-    """Only the shards are in memory: no ``pieces``, and nothing that could be ``held``.
-
-    ``adopted``: the modules hold other shards than ours, perhaps for a single forward (``functional_call``), which
-    must free what is gathered from them. The states that follow inherit it.
-    """
-
-    adopted: bool = False
-    held: bool = False
-    stamp: None = None
-    pieces: None = None
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A gather was started. It reads the shards or ``pieces``, which stay in memory until it is over.
-
-    It ``keeps_pieces`` in a forward that finds some which are held for a backward: they stay in memory beside what is
-    gathered from them, and are what is ``held``. Otherwise that is what is gathered.
-    """
-
-    work: Gathering
-    pieces: SubgroupShards | None = None
-    keeps_pieces: bool = False
-    adopted: bool = False
-    held: bool = False
-    stamp: Stamp | None = None
-    loud: bool = False  # started ahead by a use that was not quiet: a quiet one may come behind an update
-
-
-@dataclass(eq=False)
-class Full:
-    """The full parameters are in memory, beside the ``pieces`` that they were gathered from if these were held."""
-
-    adopted: bool = False
-    held: bool = False
-    stamp: Stamp | None = None
-    pieces: SubgroupShards | None = None
-
-
-@dataclass(eq=False)
-class Pieces:
-    """Pieces on a few neighbouring ranks are in memory, under ``reshard_after_forward=<int>``."""
-
-    pieces: SubgroupShards
-    adopted: bool = False
-    held: bool = False
-    stamp: Stamp | None = None
-
-
-State = Sharded | InFlight | Full | Pieces
-
-_MOVES: dict[type[State], tuple[type[State], ...]] = {
-    Sharded: (InFlight,),
-    InFlight: (Full, Pieces, Sharded),  # the last two: a prefetch that was not used
-    Full: (Pieces, Sharded),  # the first: also back to pieces that are held, after an evaluation
-    Pieces: (InFlight, Sharded),
+_MOVES: dict[Level, tuple[Level, ...]] = {
+    Level.SHARDS: (Level.GATHERING,),
+    Level.PIECES: (Level.SHARDS, Level.GATHERING),
+    Level.GATHERING: (Level.SHARDS, Level.PIECES, Level.FULL),  # the first two: a prefetch that was not used
+    Level.FULL: (Level.SHARDS, Level.PIECES),
 }
-_SHOWN: dict[type[State], Shown] = {Sharded: "sharded", InFlight: "sharded", Full: "full", Pieces: "subgroup"}
-"""The tensors that modules show in a state by default. Some show shards all the same, until the group is used next."""
+_SHOWN: dict[Level, Shown] = {
+    Level.SHARDS: "sharded",
+    Level.PIECES: "subgroup",
+    Level.GATHERING: "sharded",
+    Level.FULL: "full",
+}
+"""The tensors that modules show at a level by default. Some show shards all the same, until the group is used next."""
+
+
+class _Source(NamedTuple):
+    """What a gather reads, and over which axis."""
+
+    buffers: GatherBuffers
+    axis: Axis
+    custom: AllGather | None
 
 
 class Summoning(Protocol):
@@ -114,35 +81,46 @@ class Summoning(Protocol):
     ending: bool  # the block is over, perhaps interrupted while it ended, so that a recovery may clear it
 
 
-# ---- the one object ----
-
-
 class Residency:
     """The parameters of one group: what of them is in memory, and what its modules show."""
 
     def __init__(self, group: ObservedGroup, store: ShardStore, comm: CommContext) -> None:
         self.store = store
         self.comm = comm
-        self.state: State = Sharded()
-        self.shown: Shown = "sharded"
-        # While summon_full_params shows some of the parameters, nothing is gathered or freed: what the state says is in
-        # memory stays there, and is shown again afterwards.
-        self.summoned: dict[FSDPParam, Summoning] = {}
-        self._by_hand: list[int] | None = None  # versions of the full parameters that the caller asked for
         self._group = group  # whose gathers these are, for the observer
+        self.level = Level.SHARDS
+        self.shown: Shown = "sharded"
+        self.work: Gathering | None = None  # the gather, while there is one
+        self._pieces: SubgroupShards | None = None
+        # While summon_full_params shows some of the parameters, nothing is gathered or freed: what is in memory stays
+        # there, and is shown again afterwards.
+        self.summoned: dict[FSDPParam, Summoning] = {}
+        self._forget_memory()
         show(store.params, "sharded", over_others=True)
 
-    def __repr__(self) -> str:
-        held = ", held" if self.held else ""
-        return f"{type(self.state).__name__.lower()}{held}, shows {'summoned' if self.summoned else self.shown}"
+    def _forget_memory(self) -> None:
+        """Know nothing of what was in memory, which is freed."""
+        self.kept = Level.SHARDS  # the level to which memory falls when those that use it are done
+        self._stamp: Stamp | None = None  # of the shards that it was made of, if it may be used later
+        self._loud = False  # it was gathered ahead by a use that was not quiet: a quiet one may come behind an update
+        # The versions of the full parameters when they were left to later uses, and whether the caller asked for that.
+        self._left: list[int] | None = None
+        self._by_hand = False
+        # The modules hold other shards than ours, perhaps for a single forward (``functional_call``), which must free
+        # what is gathered from them.
+        self.adopted = False
 
-    def _move(self, state: State) -> None:
-        if type(state) not in _MOVES[type(self.state)]:
+    def __repr__(self) -> str:
+        kept = f", {self.kept.name.lower()} kept" if self.kept else ""
+        return f"{self.level.name.lower()} in memory{kept}, shows {'summoned' if self.summoned else self.shown}"
+
+    def _move(self, level: Level) -> None:
+        if level not in _MOVES[self.level]:
             raise RuntimeError(
-                f"{self.name or 'the root'}: got a move from {type(self.state).__name__} to {type(state).__name__}, "
-                f"expected one of: {', '.join(allowed.__name__ for allowed in _MOVES[type(self.state)])}"
+                f"{self.name or 'the root'}: got a move from {self.level.name} to {level.name}, expected one of: "
+                f"{', '.join(allowed.name for allowed in _MOVES[self.level])}"
             )
-        self.state = state
+        self.level = level
 
     @property
     def name(self) -> str:
@@ -154,32 +132,22 @@ class Residency:
     @property
     def is_full(self) -> bool:
         """True if the full parameters are in memory and ready."""
-        return type(self.state) is Full
+        return self.level is Level.FULL
 
     @property
     def is_gathering(self) -> bool:
         """True if a gather is in flight."""
-        return type(self.state) is InFlight
+        return self.level is Level.GATHERING
 
     @property
     def in_memory(self) -> bool:
         """True if anything beside the shards is in memory, or on its way there."""
-        return type(self.state) is not Sharded
+        return self.level is not Level.SHARDS
 
     @property
     def needs_gather(self) -> bool:
         """True if ``start`` would start a gather."""
-        return type(self.state) in (Sharded, Pieces) and not self.summoned
-
-    @property
-    def adopted(self) -> bool:
-        """True if the shards may be another's, put on the modules for one forward."""
-        return self.state.adopted
-
-    @property
-    def held(self) -> bool:
-        """True if what is in memory outlives its pass."""
-        return self.state.held
+        return self.level < Level.GATHERING and not self.summoned
 
     def is_outdated(self, *, quiet: bool = False) -> bool:
         """Return whether what is in memory, or on its way, must not be used any more: the shards changed.
@@ -190,14 +158,13 @@ class Residency:
         Raises:
             RuntimeError: somebody put others in the place of full parameters.
         """
-        state = self.state
         if self.summoned:
             return False
-        if not state.held:
-            loud = type(state) is InFlight and state.loud
-            return (quiet and loud) or (state.stamp is not None and state.stamp.changed)
+        if not self.kept:
+            loud = self.level is Level.GATHERING and self._loud
+            return (quiet and loud) or (self._stamp is not None and self._stamp.changed)
         if shows(self.store.params, self.shown):
-            return state.stamp is None or state.stamp.changed
+            return self._stamp is None or self._stamp.changed
         if self.shown != "sharded":
             # To free the group would put the shards in their place, and lose them.
             raise RuntimeError(
@@ -227,13 +194,11 @@ class Residency:
 
         An ``optional`` gather, a prefetch, may be left for later by ``launch``.
         """
-        kind = type(self.state)
-        if kind is InFlight or self.summoned:
+        if self.level is Level.GATHERING or self.summoned:
             return
-        if kind is Full and self.shown != "full" and in_backward and self.store.replaced(in_backward=True):
+        if self.is_full and self.shown != "full" and in_backward and self.store.replaced(in_backward=True):
             self.reconcile(lasting=False)  # a forward has asked is_outdated()
-            kind = type(self.state)
-        if kind is not Full:
+        if not self.is_full:
             self._start_gather(launch, optional, in_backward)
         elif self.shown != "full":
             self.show("full")
@@ -243,31 +208,28 @@ class Residency:
 
         ``loud``: it was started by a use that was not quiet.
         """
-        state = self.state
-        if type(state) is InFlight and state.stamp is None:
-            state.stamp, state.loud = Stamp(self.store.params), loud
+        if self.level is Level.GATHERING and self._stamp is None:
+            self._stamp, self._loud = Stamp(self.store.params), loud
 
     @_trace.profiled("all_gather")
     def _start_gather(self, launch: Launch, optional: bool, in_backward: bool) -> None:
-        store, lanes = self.store, self.comm.lanes
-        pieces = self.state.pieces
+        store, pieces = self.store, self._pieces
         if pieces is not None:
-            axis = pieces.axis  # neighbours alone: other ranks have pieces of the same values
-            stays = self.state.held and not in_backward  # a backward frees them
-            gather = partial(self._launch, pieces.gather, axis, None, pieces, stays)
+            # Over neighbours alone: other ranks have pieces of the same values.
+            source = _Source(pieces.gather, pieces.axis, None)
         else:
             self._take_in_replaced(in_backward=in_backward)
-            buffers = store.gather_buffers or store.make_gather_buffers(lanes)
+            buffers = store.gather_buffers or store.make_gather_buffers(self.comm.lanes)
             if not self._have_portions(launch, optional=optional, in_backward=in_backward):
                 return  # other ranks gather them later
-            axis = store.mesh.shard
-            gather = partial(self._launch, buffers, axis, store.options.gather, None, False)
+            source = _Source(buffers, store.mesh.shard, store.options.gather)
+        start = partial(self._launch, source, in_backward)
         if store.extensions is not None:
-            self._start_extended(launch, gather, axis, optional)
-        elif axis.size == 1:
-            gather()  # nothing is communicated, so other ranks need not know, and even a prefetch starts at once
+            self._start_extended(launch, start, source.axis, optional)
+        elif source.axis.size == 1:
+            start()  # nothing is communicated, so other ranks need not know, and even a prefetch starts at once
         else:
-            launch(Collective("gather", self._group, store.formats_digest), gather, optional=optional)
+            launch(Collective("gather", self._group, store.formats_digest), start, optional=optional)
 
     def _take_in_replaced(self, *, in_backward: bool) -> None:
         if self.store.replaced(in_backward=in_backward):
@@ -283,17 +245,16 @@ class Residency:
 
         It does if none outlived a pass, or if shards were written since. As any stamp, all ranks see that alike.
         """
-        store, state = self.store, self.state
+        store, stamp = self.store, self._stamp
         if store.mesh.sharded_twice is None or self.summoned:
             return False
-        if type(state) is not Sharded:
-            # What is in memory is freed when the group is used.
-            return state.held and (state.stamp is None or state.stamp.changed)
+        if self.in_memory:  # it is freed when the group is used
+            return bool(self.kept) and (stamp is None or stamp.changed)
         return store.portions is None or store.portions.outdated or store.replaced(in_backward=False)
 
     def gather_portions(self, launch: Launch) -> None:
         """Start gathering portions, which are outdated, ahead of the gathers over the shard axis that read them."""
-        if type(self.state) is Sharded:
+        if not self.in_memory:
             self._take_in_replaced(in_backward=False)
         if self.store.portions is None:
             self.store.make_gather_buffers(self.comm.lanes)
@@ -339,7 +300,7 @@ class Residency:
         if self.store.portions is not None:
             self.store.portions.forget()
 
-    def _start_extended(self, launch: Launch, gather: Callable[..., None], axis: Axis, optional: bool) -> None:
+    def _start_extended(self, launch: Launch, start: Callable[..., None], axis: Axis, optional: bool) -> None:
         """Start a gather of tensors that decide by themselves what travels.
 
         The ranks must agree on its sizes and dtypes. They are known from the gather before. The first time, or if they
@@ -352,10 +313,10 @@ class Residency:
         def encode_and_gather() -> None:
             extras = extensions.encode(axis.size, lane)
             if axis.size == 1 or extensions.sent == expected:
-                gather(extras)
+                start(extras)
                 return
             try:
-                launch(collective(extensions.sent), partial(gather, extras))
+                launch(collective(extensions.sent), partial(start, extras))
             except BaseException:
                 extensions.free()  # what was encoded would stay in memory until the next gather
                 raise
@@ -368,76 +329,85 @@ class Residency:
         else:
             launch(collective(expected), encode_and_gather, optional=optional)
 
-    def _launch(
-        self,
-        buffers: GatherBuffers,
-        axis: Axis,
-        custom: AllGather | None,
-        pieces: SubgroupShards | None,
-        stays: bool,
-        extras: Sequence[torch.Tensor] = (),
-    ) -> None:
+    def _launch(self, source: _Source, in_backward: bool, extras: Sequence[torch.Tensor] = ()) -> None:
         if _trace.recording:
-            _trace.emit("unshard", self, sum(item.full_bytes for item in buffers.items))
-        work = start_gather(buffers, axis, self.comm.copies, custom=custom, extras=extras)
-        stamp = self.state.stamp if stays else None
-        self._move(InFlight(work, pieces, stays, self.state.adopted, stays, stamp))
+            _trace.emit("unshard", self, sum(item.full_bytes for item in source.buffers.items))
+        work = start_gather(source.buffers, source.axis, self.comm.copies, custom=source.custom, extras=extras)
+        self._move(Level.GATHERING)
+        self.work, self._loud = work, False
+        if in_backward:
+            self.kept = Level.SHARDS  # pieces were kept for this backward, which frees them
+        if not self.kept:
+            self._stamp = None  # what is gathered now is used now
 
     # ---- ready ----
 
     def ready(self) -> None:
         """Wait for the gather in flight, if there is one, and show the full parameters."""
-        if type(self.state) is InFlight:
-            self._ready(self.state)
+        if self.work is not None:
+            self._ready(self.work)
 
     @_trace.profiled("all_gather_copy_out")
-    def _ready(self, state: InFlight) -> None:
-        rows = finish_gather(state.work, self.comm.lanes.compute)
+    def _ready(self, work: Gathering) -> None:
+        rows = finish_gather(work, self.comm.lanes.compute)
         if self.store.extensions is not None:
-            self.store.extensions.decode(rows, state.work.lane, self.comm.lanes.compute)
-        if state.pieces is not None and not state.keeps_pieces:
-            state.pieces.free()  # the gather has read them, and is over
+            self.store.extensions.decode(rows, work.lane, self.comm.lanes.compute)
+        if self.kept is not Level.PIECES:
+            self._free_pieces()  # the gather has read them, and is over
         self.store.note_full()
-        self._move(Full(state.adopted, state.held, state.stamp, state.pieces if state.keeps_pieces else None))
+        self._move(Level.FULL)
+        self.work = None
         self.show("full")
 
-    # ---- free ----
+    # ---- keep ----
 
-    def free(self) -> None:
-        """Free everything but the shards, and show these. A gather in flight is waited for and dropped.
+    def keep(self, *, by_hand: bool = False) -> None:
+        """Let what is in memory or in flight outlive its use, as long as the shards do not change.
+
+        The caller who asked for it ``by_hand`` may write to it, which is lost when it is freed.
+        """
+        if self.level is Level.SHARDS:
+            return
+        self.kept = Level.PIECES if self.level is Level.PIECES else Level.FULL
+        if self.level is Level.FULL:
+            self._free_pieces()  # full parameters stay instead
+        self._by_hand |= by_hand
+        self.note_left()
+
+    def note_left(self) -> None:
+        """Note that what is in memory is left to later uses, which the pass may make or which ``keep`` allows.
+
+        Then it is stamped with the shards that it was made of, and a write to full parameters is noticed.
+        """
+        if self.level is Level.SHARDS:
+            return
+        if self._stamp is None:
+            self._stamp = Stamp(self.store.params)
+        if self._left is None and self.level is not Level.PIECES:
+            self._left = self.store.full_versions()
+
+    def unkeep(self) -> None:
+        """Let the next forward free what is kept."""
+        self.kept = Level.SHARDS
+
+    def refuse_written(self) -> None:
+        """Begin a use of what earlier ones have left, if they have: it must be as they left it.
 
         Raises:
-            RuntimeError: ``summon_full_params`` shows parameters of the group.
+            RuntimeError: full parameters were written since. (The caller may write to those that it asked for.)
         """
-        if type(self.state) is Sharded:
+        if self._left is None or self._by_hand:
             return
-        if self.summoned:
-            self.refuse_summoned("reshard")
-        self._free()
-
-    @_trace.profiled("reshard")
-    def _free(self) -> None:
-        state = self.state
-        if type(state) is InFlight:
-            # On a CPU its memory must not go while it is written. On streams compute waits too, since it may write to
-            # the shards or pieces that the gather reads. There is no "reshard" event for what was never ready.
-            finish_gather(state.work, self.comm.lanes.compute)
-        elif _trace.recording:
-            _trace.emit("reshard", self, self.store.full_bytes)
-        # Even if shards are shown already: this carries a change of requires_grad to the other tensors, on ranks that
-        # skip the unit as on those that use it.
-        self.show("sharded")
-        if state.held:
-            self._warn_of_writes()
-            self.store.reclaim_full()  # the caller may have assigned to .data of held parameters
-        self._free_full()
-        if state.pieces is not None:
-            state.pieces.free()
-        self._move(Sharded())
+        left, self._left = self._left, None
+        if self.store.full_versions() != left:
+            raise RuntimeError(
+                f"{', '.join(self.store.changed_since(left))}: written in place after a forward that left full "
+                "parameters in memory. This would be lost: they are copies, which are freed. If the program means to: "
+                "call reshard() on the module, and write to its shards with `with torch.no_grad(): param.copy_(value)`"
+            )
 
     def _warn_of_writes(self) -> None:
-        before, self._by_hand = self._by_hand, None
-        if written := [] if before is None else self.store.changed_since(before):
+        if self._by_hand and self._left is not None and (written := self.store.changed_since(self._left)):
             warnings.warn(
                 f"{', '.join(written)}: values were written to the full parameters that unshard() or use_weights "
                 "gathered. They are lost, because these are copies of the shards, and are freed now. Write inside "
@@ -445,66 +415,88 @@ class Residency:
                 stacklevel=2,
             )
 
-    def follow_options(self) -> None:
-        """Free storage that ``set_keep_unsharded_storage(True)`` has kept, if that was taken back."""
-        if not self.in_memory:
-            self._free_full()
+    # ---- lower, free ----
+
+    def lower(self, level: Level = Level.SHARDS, *, ranks: int = 0) -> None:
+        """Free what is above ``level`` and is not kept. While ``summon_full_params`` shows parameters, that is nothing.
+
+        If full parameters stay, they are ready afterwards: a rank that skips a unit only started the gather, for the
+        others' sake. Pieces lie on groups of ``ranks`` neighbours.
+        """
+        if self.summoned:
+            return
+        stays = max(level, self.kept)
+        if level is Level.FULL:
+            self.ready()
+        elif stays is Level.PIECES and self.level > Level.PIECES:
+            self._lower_to_pieces(ranks)
+        elif stays is Level.SHARDS and self.in_memory:
+            self._free()
+
+    def _lower_to_pieces(self, ranks: int) -> None:
+        if self.kept is Level.PIECES and self._pieces is not None:
+            self._drop_gather()  # back to the pieces that it reads
+        else:
+            self.ready()
+            self._free_pieces()
+            self._pieces = self.store.subgroup(ranks)
+            self._pieces.copy_from_full()
+        self._move(Level.PIECES)
+        self.show("subgroup")
+        self._free_full()
+
+    def free(self) -> None:
+        """Free everything but the shards, and show these. A gather in flight is waited for and dropped.
+
+        Raises:
+            RuntimeError: ``summon_full_params`` shows parameters of the group.
+        """
+        if self.level is Level.SHARDS:
+            return
+        if self.summoned:
+            self.refuse_summoned("reshard")
+        self._free()
+
+    @_trace.profiled("reshard")
+    def _free(self) -> None:
+        if _trace.recording and self.work is None:  # no event for what was never ready
+            _trace.emit("reshard", self, self.store.full_bytes)
+        self._drop_gather()
+        # Even if shards are shown already: this carries a change of requires_grad to the other tensors, on ranks that
+        # skip the unit as on those that use it.
+        self.show("sharded")
+        if self.kept:
+            self._warn_of_writes()
+            self.store.reclaim_full()  # the caller may have assigned to .data of kept parameters
+        self._free_full()
+        self._free_pieces()
+        self._move(Level.SHARDS)
+        self._forget_memory()
+
+    def _drop_gather(self) -> None:
+        """Wait for the gather in flight, if there is one.
+
+        On a CPU its memory must not go while it is written. On streams compute waits too, since it may write to the
+        shards or pieces that the gather reads.
+        """
+        if self.work is not None:
+            finish_gather(self.work, self.comm.lanes.compute)
+            self.work = None
+
+    def _free_pieces(self) -> None:
+        if self._pieces is not None:
+            self._pieces.free()
+            self._pieces = None
 
     def _free_full(self) -> None:
         # Memory goes back to the lane that it came from, so that lane waits until compute has read it.
         self.comm.lanes.gather.wait(self.comm.lanes.compute)
         self.store.free_full()
 
-    def keep_pieces(self, size: int) -> None:
-        """Keep pieces on groups of ``size`` neighbouring ranks, show them, and free the full parameters."""
-        if type(self.state) is Full and not self.summoned:
-            self._forget_pieces(self.state)
-            pieces = self.store.subgroup(size)
-            pieces.copy_from_full()
-            self._move(Pieces(pieces, self.state.adopted, stamp=self.state.stamp))
-            self.show("subgroup")
+    def follow_options(self) -> None:
+        """Free storage that ``set_keep_unsharded_storage(True)`` has kept, if that was taken back."""
+        if not self.in_memory:
             self._free_full()
-
-    @staticmethod
-    def _forget_pieces(state: Full) -> None:
-        if state.pieces is not None:
-            state.pieces.free()
-            state.pieces = None
-
-    def return_to_pieces(self) -> None:
-        """Free full parameters, or a gather of them, and show the held pieces that they were gathered from, if any."""
-        state = self.state
-        kept = type(state) is Full or (type(state) is InFlight and state.keeps_pieces)
-        if state.pieces is None or not kept or self.summoned:
-            return
-        if type(state) is InFlight:
-            finish_gather(state.work, self.comm.lanes.compute)  # its memory must not go while it is written
-        self._move(Pieces(state.pieces, state.adopted, state.held, state.stamp))
-        self.show("subgroup")
-        self._free_full()
-
-    def hold(self, *, by_hand: bool = False) -> None:
-        """Let what is in memory or in flight outlive the pass, as long as the shards do not change.
-
-        The caller who asked for it ``by_hand`` may write to it, which is lost when it is freed.
-        """
-        if isinstance(self.state, InFlight):
-            self.state.keeps_pieces = False  # what is gathered stays instead
-        if isinstance(self.state, Full):
-            self._forget_pieces(self.state)
-        if not isinstance(self.state, Sharded):
-            self.state.held = True
-            self._by_hand = self.store.full_versions() if by_hand else None
-            self.note_made()
-
-    def note_made(self) -> None:
-        """Stamp what is in memory, which will be used again, with the shards that it was made of."""
-        if not isinstance(self.state, Sharded) and self.state.stamp is None:
-            self.state.stamp = Stamp(self.store.params)
-
-    def unhold(self) -> None:
-        """Let the next forward free what is held."""
-        self.state.held = False
 
     # ---- show ----
 
@@ -524,8 +516,8 @@ class Residency:
 
     def show_memory(self) -> None:
         """Undo ``show_shards``: make the modules show what is in memory."""
-        if not self.summoned and self.shown != _SHOWN[type(self.state)]:
-            self.show(_SHOWN[type(self.state)])
+        if not self.summoned and self.shown != _SHOWN[self.level]:
+            self.show(_SHOWN[self.level])
 
     # ---- summon_full_params, which decides for a while what the modules show ----
 
@@ -539,19 +531,19 @@ class Residency:
     def dismiss(self, params: Iterable[FSDPParam], values: Mapping[FSDPParam, torch.Tensor]) -> None:
         """End ``summon`` for ``params``: write new whole ``values`` to the shards and what is in memory, and show that.
 
-        Memory that was held and up to date stays held: it got the same values as the shards.
+        Memory that was kept and up to date stays kept: it got the same values as the shards.
         """
-        extended, state = self.store.extended, self.state
-        current = state.stamp is not None and not state.stamp.changed
+        extended = self.store.extended
+        current = self._stamp is not None and not self._stamp.changed
         try:
             for param, value in values.items():
-                param.write(value, full=isinstance(state, Full) and param not in extended)
-            if state.pieces is not None:
-                state.pieces.write(values)
+                param.write(value, full=self.is_full and param not in extended)
+            if self._pieces is not None:
+                self._pieces.write(values)
             if current and values:
-                state.stamp = Stamp(self.store.params)
-                if self._by_hand is not None:
-                    self._by_hand = self.store.full_versions()
+                self._stamp = Stamp(self.store.params)
+            if self._left is not None:
+                self._left = self.store.full_versions()
         finally:
             for param in params:
                 self.summoned.pop(param, None)
@@ -572,7 +564,7 @@ class Residency:
         """
         if self.summoned:
             return
-        if type(self.state) is not Sharded and not shows(self.store.params, self.shown):
+        if self.in_memory and not shows(self.store.params, self.shown):
             self.free()  # it was made of other shards; what was put on the modules stays there
         self.adopt(lasting=lasting)
 
@@ -581,10 +573,10 @@ class Residency:
 
         ``lasting``: they are there to stay. Another rank may have copied the same values in place.
         """
-        if not isinstance(self.state, Sharded) or self.summoned:
+        if self.in_memory or self.summoned:
             return
         if self.store.adopt(self.comm.copies.wait, lasting=lasting) and not lasting:
-            self.state.adopted = True
+            self.adopted = True
 
     def use(self, store: ShardStore, comm: CommContext) -> None:
         """Use another store, of fewer parameters, for which the group must be sharded, or another context."""
@@ -600,7 +592,7 @@ class Residency:
         """
         self.summoned.clear()
         self.free()
-        # A gather that raised while it was being started has left memory allocated, although the state is still the
+        # A gather that raised while it was being started has left memory allocated, although the level is still the
         # one before it.
         self.show("sharded")
         self._free_full()

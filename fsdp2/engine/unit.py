@@ -445,7 +445,7 @@ class FSDPState(ComposableState):
                 after = False
             group.post_forward()
             if forward is not None and forward.keeps(group):
-                group.residency.note_made()  # the forward may write to its shards before it uses it again
+                group.residency.note_left()  # the forward may write to its shards before it uses it again
             elif unfreed or not in_backward:  # after a recomputation, backward computes with it next, and frees it
                 group.release(after)
             if forward is not None and self._stays_for_backward(forward, group):
@@ -630,7 +630,7 @@ class FSDPState(ComposableState):
         for group in self.groups:
             if root.pending.expects(group):
                 group.unshard_now(launch_unobserved if root.running is None else root.running.launch, in_backward=True)
-                group.residency.hold()
+                group.residency.keep()
 
     # ---- the root ----
 

@@ -40,7 +40,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         ValueError: No parameter of ``module`` is sharded.
     """
     used = groups_below(module, required_by="use_weights")
-    before = [(group.residency.held, group.residency.shown) for group in used]
+    before = [(group.residency.kept, group.residency.shown) for group in used]
     gather_by_hand(used, "use_weights")
     for group in used:
         group.wait_for_unshard()
@@ -50,17 +50,17 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         with torch.autograd.graph.saved_tensors_hooks(*_saving(used)):
             yield module
     finally:
-        for (group, unit), (held, shown) in zip(used.items(), before):
+        for (group, unit), (kept, shown) in zip(used.items(), before):
             if torch.is_grad_enabled():
                 unit.root.pending.record([group])
-            if held and shown == "sharded":
+            if kept and shown == "sharded":
                 group.residency.show_shards()  # as before: the parameters stay in memory only for backward
-            if held or not group.is_idle:
-                continue  # somebody else holds or uses the parameters
+            if kept or not group.is_idle:
+                continue  # somebody else keeps or uses the parameters
             if torch.is_grad_enabled():
                 group.release(group.after_forward)
             else:
-                group.reshard()  # this block alone has held the parameters
+                group.reshard()  # this block alone has kept the parameters
 
 
 def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:

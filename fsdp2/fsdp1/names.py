@@ -17,7 +17,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam
 from fsdp2.engine.passes import backward_runs
 from fsdp2.engine.phase import Phase
-from fsdp2.engine.residency import Full, InFlight, Pieces, Sharded
+from fsdp2.engine.residency import Level
 from fsdp2.engine.unit import FSDPState, get_state
 
 __all__ = ["give_names"]
@@ -25,7 +25,7 @@ __all__ = ["give_names"]
 Properties = dict[str, Callable[[Any], Any]]
 
 _TRAINING_STATES = ("IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD")  # by Phase
-_SHARDED_STATES: dict[type, str] = {Full: "UNSHARDED", Pieces: "SHARDED_POST_FORWARD"}
+_SHARDED_STATES: dict[Level, str] = {Level.FULL: "UNSHARDED", Level.PIECES: "SHARDED_POST_FORWARD"}
 
 
 def _training_state(group: FSDPParamGroup) -> TrainingState:
@@ -61,12 +61,12 @@ _PARAM: Properties = {
 _GROUP: Properties = {
     "fsdp_params": lambda group: group.params,
     "mesh_info": lambda group: group.mesh,
-    "is_sharded": lambda group: isinstance(group.residency.state, (Sharded, InFlight)),
+    "is_sharded": lambda group: group.residency.level in (Level.SHARDS, Level.GATHERING),
     "reduce_scatter_max_input_buffers": lambda group: group.store.options.reduce_inputs or 1,
     "_module_fqn": lambda group: group.name,
     "_training_state": _training_state,
-    "_sharded_state": lambda group: ShardedState[_SHARDED_STATES.get(type(group.residency.state), "SHARDED")],
-    "_all_gather_result": lambda group: getattr(group.residency.state, "work", None),
+    "_sharded_state": lambda group: ShardedState[_SHARDED_STATES.get(group.residency.level, "SHARDED")],
+    "_all_gather_result": lambda group: group.residency.work,
     "_reshard_after_forward": lambda group: group.after_forward is not False,
     "_orig_dtype": lambda group: next((param.dtype for param in _trainable_first(group)), None),
     "_reduce_dtype": lambda group: next((param.reduce_dtype for param in _trainable_first(group)), None),

@@ -16,7 +16,7 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard, summon_full_params
 from fsdp2.engine import residency as residencies
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.phase import Phase
-from fsdp2.engine.residency import Full, Sharded
+from fsdp2.engine.residency import Level
 from tests.support.api import torch_since
 from tests.support.counting import events
 from tests.support.nccl import too_with_nccl
@@ -34,7 +34,7 @@ def group_of(module: nn.Module) -> FSDPParamGroup:
 def state_of(module: nn.Module) -> tuple[type, Phase]:
     """Return where a unit's parameters and the unit are."""
     group = group_of(module)
-    return type(group.residency.state), group.phases.phase
+    return group.residency.level, group.phases.phase
 
 
 def full_bytes(module: nn.Module) -> int:
@@ -47,10 +47,10 @@ def full_bytes(module: nn.Module) -> int:
 def test_after_forward_parameters_are_freed_or_kept_as_asked(mesh: DeviceMesh, reshard: bool) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=reshard)
     loss = module(torch.ones(2, 4)).sum()
-    assert state_of(module) == (Sharded if reshard else Full, Phase.IDLE)
+    assert state_of(module) == (Level.SHARDS if reshard else Level.FULL, Phase.IDLE)
     assert isinstance(module.weight, DTensor) == reshard and (full_bytes(module) == 0) == reshard
     loss.backward()
-    assert state_of(module) == (Sharded, Phase.IDLE)
+    assert state_of(module) == (Level.SHARDS, Phase.IDLE)
     assert isinstance(module.weight.grad, DTensor) and full_bytes(module) == 0
 
 
@@ -143,7 +143,7 @@ def test_a_forward_out_of_order_gathers_nothing(mesh: DeviceMesh) -> None:
     group_of(module).phases.phase = Phase.BACKWARD
     with pytest.raises(RuntimeError, match="pre_forward out of order"):
         group_of(module).pre_forward(lambda step, start, **options: start() or True, first=True)
-    assert state_of(module)[0] is Sharded
+    assert state_of(module)[0] is Level.SHARDS
 
 
 def test_full_parameters_that_a_forward_has_made_anew_were_not_written_to(mesh: DeviceMesh) -> None:
@@ -166,7 +166,7 @@ def test_full_parameters_that_a_forward_has_made_anew_were_not_written_to(mesh: 
 def test_a_gather_that_is_left_for_later_takes_no_memory(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     group_of(module).unshard(False, lambda step, start, optional: False, optional=True)
-    assert state_of(module)[0] is Sharded and full_bytes(module) == 0
+    assert state_of(module)[0] is Level.SHARDS and full_bytes(module) == 0
 
 
 # Without a dtype to reduce in, torch from 2.15 on reduces in the parameter's.
@@ -196,7 +196,7 @@ def test_what_was_gathered_for_other_ranks_is_waited_for_before_it_is_kept(mesh:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     group_of(module).unshard()
     group_of(module).release(False)
-    assert state_of(module)[0] is Full
+    assert state_of(module)[0] is Level.FULL
 
 
 def test_pieces_are_freed_when_what_they_are_of_is_gathered(mesh: DeviceMesh) -> None:
@@ -224,7 +224,7 @@ def test_what_becomes_trainable_while_summoned_has_gradients_from_then_on(mesh: 
 def test_the_text_of_a_group_says_what_it_is_and_where(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     text = repr(group_of(module))
-    assert text.startswith("FSDPParamGroup(root: sharded, shows sharded, idle, 2 parameters, ")
+    assert text.startswith("FSDPParamGroup(root: shards in memory, shows sharded, idle, 2 parameters, ")
     assert text.endswith("4 ranks)")
 
 
@@ -243,7 +243,7 @@ def test_a_gather_that_failed_is_recovered_from(mesh: DeviceMesh, monkeypatch: p
         with pytest.raises(ConnectionError):
             module(torch.ones(2, 4))
     module.reset_iter_state()
-    assert state_of(module) == (Sharded, Phase.IDLE)
+    assert state_of(module) == (Level.SHARDS, Phase.IDLE)
 
 
 class Detaching(nn.Module):

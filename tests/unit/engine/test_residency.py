@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2 import fully_shard, summon_full_params
 from fsdp2.engine.phase import Phase, PhaseTracker
-from fsdp2.engine.residency import Full, InFlight, Pieces, Residency, Sharded
+from fsdp2.engine.residency import Level, Residency
 from tests.support.counting import gathers
 from tests.support.nccl import too_with_nccl
 from tests.support.parity import shard_each
@@ -26,28 +26,36 @@ def residency(module: nn.Module) -> Residency:
     return group_of(module).residency
 
 
-def test_the_states_in_turn(mesh: DeviceMesh) -> None:
+def test_the_levels_in_turn(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=2)
-    states = [type(residency(module).state)]
+    states = [residency(module).level]
     for move in (
         lambda: group_of(module).unshard(),
         lambda: residency(module).ready(),
-        lambda: residency(module).keep_pieces(2),
+        lambda: residency(module).lower(Level.PIECES, ranks=2),
         lambda: group_of(module).unshard(),
         lambda: residency(module).free(),
         lambda: residency(module).free(),
     ):
         move()
-        states.append(type(residency(module).state))
-    assert states == [Sharded, InFlight, Full, Pieces, InFlight, Sharded, Sharded]
+        states.append(residency(module).level)
+    assert states == [
+        Level.SHARDS,
+        Level.GATHERING,
+        Level.FULL,
+        Level.PIECES,
+        Level.GATHERING,
+        Level.SHARDS,
+        Level.SHARDS,
+    ]
     assert full_bytes(module) == 0 and isinstance(module.weight, DTensor)
 
 
 def test_a_move_that_is_not_allowed_changes_nothing(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(8, 8), mesh=mesh)
-    with pytest.raises(RuntimeError, match="got a move from Sharded to Full, expected one of: InFlight"):
-        residency(module)._move(Full())
-    assert type(residency(module).state) is Sharded
+    with pytest.raises(RuntimeError, match="got a move from SHARDS to FULL, expected one of: GATHERING"):
+        residency(module)._move(Level.FULL)
+    assert residency(module).level is Level.SHARDS
 
 
 def test_a_phase_that_is_out_of_order_changes_nothing() -> None:
@@ -71,7 +79,7 @@ def test_an_evaluation_leaves_nothing_in_memory(mesh: DeviceMesh, reshard: bool 
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             module(ONES)
-        assert [type(residency(unit).state) for unit in (module[0], module)] == [Sharded, Sharded]
+        assert [residency(unit).level for unit in (module[0], module)] == [Level.SHARDS, Level.SHARDS]
         assert all(isinstance(param, DTensor) for param in module.parameters())
     module(ONES).sum().backward()
     assert all(isinstance(param.grad, DTensor) for param in module.parameters())
@@ -205,7 +213,7 @@ def test_what_backward_gathered_ahead_in_vain_is_freed_with_its_end(mesh: Device
     shard_each(module, fsdp2, mesh=mesh, reshard_after_forward=True)
     module.second.set_modules_to_backward_prefetch([module.first])
     assert gathers(module(ONES).sum().backward) == 3
-    assert type(residency(module.first).state) is Sharded
+    assert residency(module.first).level is Level.SHARDS
 
 
 def test_what_a_forward_broke_off_is_not_held(mesh: DeviceMesh) -> None:

@@ -103,3 +103,7 @@ class Synchronization(Pass):
     def can_join(self, collective: Collective, planned: bool) -> bool:
         """Return False: all ranks have left gradients of the same groups unreduced, of skipped units as well."""
         return False
+
+    def post_backward(self, group: FSDPParamGroup) -> None:
+        """Reduce the gradients that backwards have left in ``group``."""
+        group.gradients.complete(self.launch)

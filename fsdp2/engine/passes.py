@@ -195,6 +195,9 @@ class Pass:
             group.reshard()  # the others freed it after their use, or this collective would not be a gather
         group.unshard(False, self.launch, self.in_backward)
 
+    def join_before_end(self) -> None:
+        """Launch what other ranks are known to launch before a backward ends; nothing in other passes."""
+
     def post_backward(self, group: FSDPParamGroup) -> None:
         """Free ``group`` and reduce its gradients."""
         group.post_backward(self.launch)

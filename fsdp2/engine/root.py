@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -367,15 +367,10 @@ class RootContext(Generic[U]):
         run.over = True
         self.comm.drop_all_postponed()  # backward never needed them
         with _trace.span("root_post_backward", self):
-            run.join_before_end()
             # In the order of forward: a rank that has skipped units may be here while others are still in their
             # backward. It asks first for what they launch last, and joins what they need before that.
-            for unit in self.all_states:
-                for group in reversed(unit.groups):
-                    if group in ended:
-                        self._end_group(run, group, manual)
-            # Before waiting: an unscheduled pass is compared here, and ranks that differ must not wait for reductions.
-            run.end()
+            in_order = [group for unit in self.all_states for group in reversed(unit.groups) if group in ended]
+            self._settle(run, in_order, partial(self._settles_at_end, manual=manual))
             for unit in (*run.recomputed, *run.entered):
                 unit.forget_calls(run)
             if manual:
@@ -383,7 +378,7 @@ class RootContext(Generic[U]):
                     group.phases.enter("defer_backward")
                     group.gradients.unreduced.await_finalization()
             else:
-                self.wait_for_reductions(groups)
+                self.await_backward(groups)
             # Not earlier: after an interrupt of that wait gradients are missing, and the next forward must find this
             # pass and raise.
             self.backward = None
@@ -400,29 +395,58 @@ class RootContext(Generic[U]):
             return False
         return group.phases.phase in (Phase.FORWARD, Phase.IDLE)
 
-    def _end_group(self, run: BackwardPass, group: FSDPParamGroup, manual: bool) -> None:
+    @staticmethod
+    def _settle(run: Pass, groups: Iterable[FSDPParamGroup], settles: Callable[[FSDPParamGroup], bool]) -> None:
+        """Launch the reductions that ``groups`` have left, those that it ``settles``, and end ``run``.
+
+        Every pass that reduces ends here: a backward, its finalization, a synchronization. ``_await_reductions`` waits
+        for what was launched.
+        """
+        run.join_before_end()
+        for group in groups:
+            if settles(group):  # asked in its turn, because a rank may join what other ranks launch before
+                run.post_backward(group)
+        # Before waiting: an unscheduled pass is compared here, and ranks that differ must not wait for reductions.
+        run.end()
+
+    def _settles_at_end(self, group: FSDPParamGroup, *, manual: bool) -> bool:
+        """Return whether the end of a backward settles ``group``; if ``manual``, note what is left to the caller."""
         if group.residency.summoned:
-            return
+            return False
         reduced, reduces = group.is_reduced, group.store.options.reduce_gradients
         if manual and reduced and reduces:
             self.pending.deferred.pop(group, None)
         elif manual:
             self.pending.deferred[group] = None
-        if not reduced and not (manual and reduces):
-            run.post_backward(group)
+        return not reduced and not (manual and reduces)
 
-    def wait_for_reductions(self, groups: list[FSDPParamGroup]) -> None:
-        """Wait for what was reduced; after the last backward on the recorded forwards, forget these.
+    def _settles_at_finalization(self, group: FSDPParamGroup) -> bool:
+        """Return whether backwards have left ``group`` to the finalization; free it otherwise."""
+        if group in self.pending.deferred:
+            del self.pending.deferred[group]
+            return True
+        if group.frees_after_backward and not group.residency.summoned:
+            group.reshard()  # gathered ahead, and kept until now because more micro-batches might use it
+        return False
+
+    def await_backward(self, groups: list[FSDPParamGroup]) -> None:
+        """End a backward for ``groups``, and wait for it; after the last one on the recorded forwards, forget these.
 
         A backward inside a forward is not the last: another will come on that forward.
         """
         last = self.forward is None and (self.is_last_backward or self.finalizes_manually)
         for group in groups:
             group.end_backward_pass(last=last)
-        self.comm.reductions.finish()
-        self.comm.copies.wait()  # the host may write to shards from here on, also if no reduction has made it wait
+        self._await_reductions(groups)
         if last:
             self._pending = Pending()
+
+    def _await_reductions(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """Wait for what ``_settle`` launched: then gradients are on the shards of ``groups``."""
+        self.comm.reductions.finish()
+        self.comm.copies.wait()  # the host may write to shards from here on, also if no reduction has made it wait
+        for group in groups:
+            group.gradients.unreduced.finish()
 
     # ---- recovery ----
 
@@ -485,19 +509,11 @@ class RootContext(Generic[U]):
     def finalize(self) -> GradientReduction:
         """Start what the backwards since the last call left to do."""
         self._check_finalization()
-        deferred = self.pending.deferred
         self.backward = run = BackwardPass(self.groups, self.observer)
         run.start(more_follow=False)  # so that the next forward finds it if it raises
         with torch.no_grad(), _trace.span("finalize_backward", self):
             self.observer.begin(self._backward_kind("finalization"), outermost=False)
-            run.join_before_end()
-            for group in self.groups_backward:
-                if group in deferred:
-                    del deferred[group]
-                    run.post_backward(group)
-                elif group.frees_after_backward and not group.residency.summoned:
-                    group.reshard()  # gathered ahead, and kept until now because more micro-batches might use it
-            run.end()
+            self._settle(run, self.groups_backward, self._settles_at_finalization)
         self.backward = None
         reduction = self.comm.finalizing = GradientReduction(self, run)
         return reduction
@@ -515,10 +531,8 @@ class RootContext(Generic[U]):
         try:
             with torch.no_grad(), _trace.span("synchronize_gradients", self):
                 self.observer.begin(PassKind("synchronization"), outermost=True)
-                for group in left:
-                    group.gradients.complete(run.launch)
-                run.end()
-                self.comm.reductions.finish()
+                self._settle(run, left, lambda group: True)
+                self._await_reductions(left)
             for group in groups:
                 group.residency.forget_portions()
         except BaseException:
@@ -619,7 +633,5 @@ class GradientReduction(GradientReductionHandle):
         root.comm.finalizing = None
         # If this raises, gradients are missing: the next forward must find the pass and refuse.
         root.backward, self._run = self._run, None
-        root.wait_for_reductions(root.groups)
-        for group in root.groups:
-            group.gradients.unreduced.finish()
+        root.await_backward(root.groups)
         root.backward = None

@@ -22,10 +22,10 @@ BESIDE_TYPES := $(MAKE) --no-print-directory types & types=$$!;
 BOTH := tests=$$?; wait $$types && exit $$tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-cuda check lint style types bench docs fix clean
+.PHONY: help demo test test-all test-clients test-cuda check lint style types bench docs fix clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
 demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw loss, memory and speed (about 2 minutes)
 	@$(PY) examples/demo.py $(ARGS)
@@ -35,6 +35,10 @@ test: style ## what every change must pass: lint, types, house rules, every feat
 
 test-all: style ## before a release: every case of every test, compilers, demos, the wheel (an hour or two)
 	@$(BESIDE_TYPES) $(PY) -m pytest $(WORKERS) --all $(ARGS); $(BOTH)
+
+# A test that is skipped fails here: every library is installed.
+test-clients: .venv-clients/.installed ## libraries that call fully_shard, each of them installed (about ten minutes)
+	@.venv-clients/bin/python -m pytest $(WORKERS) --clients --all $(ARGS)
 
 # torch's CUDA build (5.5 GB) on a device that computes nothing (tests/nullgpu): no GPU is needed.
 test-cuda: .venv-cuda/.installed ## CUDA's and NCCL's own code without a GPU, on a device that computes nothing (about ten minutes)
@@ -82,6 +86,13 @@ clean: ## remove the virtual environment and caches, keep runs/
 	@.venv-cuda/bin/pip install -qq --disable-pip-version-check -c constraints-cuda.txt torch
 	@grep -v '^torch==' constraints.txt > .venv-cuda/constraints.txt
 	@.venv-cuda/bin/pip install -qq --disable-pip-version-check -c .venv-cuda/constraints.txt -e ".[dev]"
+	@touch $@
+
+.venv-clients/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "torchtitan needs Python 3.11 or newer; say which one: make PYTHON=python3.12")'
+	@echo "setting up .venv-clients (2.5 GB, and more where torch is built for CUDA)"
+	@$(PYTHON) -m venv .venv-clients
+	@.venv-clients/bin/pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,clients]"
 	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.packages import fail_if_skipped, missing, needed
 from tests.support.sampling import ALL_VARIABLE, numbered, sample
 
 settings.register_profile(
@@ -30,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="what the tests judge; 'torch' checks the expectations themselves",
     )
     parser.addoption("--all", action="store_true", help="run slow tests too, and every case of every matrix")
+    parser.addoption("--clients", action="store_true", help="run the tests that need other packages, and skip none")
     parser.addoption("--limit", type=float, help="seconds after which any test counts as hanging")
     parser.addoption("--most-ranks", type=int, metavar="N", help="leave out tests on more ranks")
     parser.addoption("--long", action="store_true", help="run thousands of random programs, with a random seed")
@@ -60,6 +62,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     the many quick ones, then those on two. So more than two ranks are started, and warmed up, by the first worker
     alone; and the last tests, which workers take from each other, are short and need what all of them have.
     """
+    if config.getoption("--clients"):
+        config.hook.pytest_deselected(items=[item for item in items if not needed(item)])
+        items[:] = [item for item in items if needed(item)]
     named = any("::" in argument for argument in config.args)
     if not config.getoption("--all") and not named:
         usual = _usual(items)
@@ -99,6 +104,21 @@ def _usual(items: list[pytest.Item]) -> set[pytest.Item]:
     return {
         cases[index] for cases in matrices.values() for index in sample(numbered([_params(case) for case in cases]))
     }
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose packages are not installed."""
+    if absent := missing(*needed(item)):
+        pytest.skip(f"not installed: {', '.join(absent)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Let no test be skipped under ``--clients``."""
+    report = yield
+    if item.config.getoption("--clients"):
+        fail_if_skipped(report)
+    return report
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,6 +17,7 @@ import torch
 from tests.ecosystem.launching import SETTINGS
 from tests.support import ROOT, api
 from tests.support.docs import snippets
+from tests.support.packages import needs
 from tests.support.parity import losses_of_one_process
 from tests.support.processes import loopback
 
@@ -168,11 +169,11 @@ def train_alone(example: Any) -> list[float]:
     return losses_of_one_process(model, loss, STEPS, lr=0.01)
 
 
+@needs("torchft")
 def test_a_replica_dies_and_comes_back(tmp_path):
     """All ranks of a replica are killed in the middle of a backward. The other repeats the step alone and goes on. The
     replica starts again, gets its state from the memory of the other, and both go on. Every loss is that of a single
     process, and the ranks of a replica never differ."""
-    pytest.importorskip("torchft")
     from torchft.coordination import LighthouseServer
 
     import train_fault_tolerant

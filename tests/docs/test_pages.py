@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import fsdp2
-from tests.ecosystem.launching import SETTINGS, missing
+from tests.ecosystem.launching import SETTINGS
 from tests.support import ROOT, api
+from tests.support.packages import missing, needs
 from tests.support.pool import on_ranks
 from tests.support.processes import loopback
 
@@ -54,21 +55,20 @@ def script(page: str, name: str) -> str:
     return dict(SCRIPT.findall((DOCS / page).read_text()))[name]
 
 
-def skip_without(page: str) -> None:
-    """Skip the test, by name, where the page uses a package that is not installed."""
+def packages(page: str) -> list[str]:
+    """Return the packages that a page needs, as it says itself."""
     mark = re.search(r"<!-- needs: (.+) -->", (DOCS / page).read_text())
-    if mark and (names := missing(*mark[1].split(", "))):
-        pytest.skip(f"not installed: {', '.join(names)}")
+    return mark[1].split(", ") if mark else []
 
 
-def pages(ranks: int) -> list[str]:
-    """Return the pages whose code runs on so many ranks."""
-    found = []
+def pages(ranks: int) -> list[Any]:
+    """Return the pages whose code runs on so many ranks, as pytest's parameters."""
+    found: list[Any] = []
     for path in sorted(DOCS.rglob("*.md")):
         name = path.relative_to(DOCS).as_posix()
         mark = re.search(r"<!-- ranks: (\d+) -->", path.read_text())
         if name not in ELSEWHERE and blocks(path) and (int(mark[1]) if mark else 2) == ranks:
-            found.append(name)
+            found.append(pytest.param(name, marks=needs(*names) if (names := packages(name)) else ()))
     return found
 
 
@@ -101,7 +101,6 @@ def run(path: Path, folder: Path, then: Callable[[dict[str, Any]], None] = lambd
 @pytest.mark.parametrize("page", pages(2))
 def test_page_runs_on_two_ranks(rank, world, page, tmp_path):
     """As a reader who pastes all of it runs it."""
-    skip_without(page)
     run(DOCS / page, tmp_path)
 
 
@@ -109,7 +108,6 @@ def test_page_runs_on_two_ranks(rank, world, page, tmp_path):
 @pytest.mark.parametrize("page", pages(4))
 def test_page_runs_on_four_ranks(rank, world, page, tmp_path):
     """The same for meshes of two dimensions."""
-    skip_without(page)
     run(DOCS / page, tmp_path)
 
 
@@ -143,6 +141,14 @@ def compare_runs(names: dict[str, Any], folder: Path) -> None:
     assert kept == sorted({"step-000006", "step-000008", best})
 
 
+@needs("tensorboard")
+@on_ranks(2)
+def test_the_loop_writes_to_tensorboard(rank, world, tmp_path):
+    """The block that the page has for those who installed it. Everywhere else, the loop is tested without it."""
+    run(DOCS / "tutorials" / "loop.md", tmp_path)
+    assert len(list((tmp_path / "runs" / "first").glob("events.*"))) == 1
+
+
 TRAINER_ON_A_CPU = """
 import runpy
 from accelerate import DistributedType, PartialState
@@ -163,10 +169,10 @@ assert sum(isinstance(module, fsdp2.FSDPModule) for module in modules) >= 3
 
 
 @pytest.mark.slow
+@needs(*packages("tutorials/finetune.md"))
 def test_the_trainer_of_the_page_about_fine_tuning(tmp_path):
     """The program is unchanged; ``python -m fsdp2`` shards the layers and the model, and adapters alone
     are saved."""
-    skip_without("tutorials/finetune.md")
     (tmp_path / "trainer.py").write_text(script("tutorials/finetune.md", "trainer.py"))
     (tmp_path / "on_a_cpu.py").write_text(TRAINER_ON_A_CPU)
     done = torchrun("-m", "fsdp2", "on_a_cpu.py", folder=tmp_path, ranks=2)
@@ -188,10 +194,10 @@ PRETRAINED = "import seven\nseven.AutoModelForCausalLM.from_config(seven.CONFIG)
 
 
 @pytest.mark.slow
+@needs(*packages("tutorials/seven_billion.md"))
 def test_the_program_of_seven_billion_parameters(tmp_path):
     """Of a small model: it forecasts, loads, trains and saves. That it has not run on GPUs, the page says."""
     page = "tutorials/seven_billion.md"
-    skip_without(page)
     program = script(page, "seven.py")
     for large, small in SMALL.items():
         assert program.count(large) == 1, large

@@ -6,12 +6,11 @@ import dataclasses
 import inspect
 import re
 
-import pytest
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.docs.test_pages import DOCS
-from tests.ecosystem.launching import missing
 from tests.support import api
+from tests.support.packages import needs
 
 pytestmark = api.fsdp2_only
 
@@ -26,10 +25,9 @@ def test_arguments_of_fsdp1():
     assert set(inspect.signature(FullyShardedDataParallel.__init__).parameters) - {"self", "module"} <= NAMES
 
 
+@needs("accelerate")
 def test_settings_of_accelerate():
     """Each field of the plugin is named, also one that a new version brings."""
-    if missing("accelerate"):
-        pytest.skip("not installed: accelerate")
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     fields = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,11 +12,6 @@ from tests.support import ROOT
 from tests.support.processes import loopback
 
 SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def missing(*names: str) -> list[str]:
-    """Which of these libraries are not installed."""
-    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def launch(program: str, *arguments: str, alone: bool = False, **settings: str) -> Any:

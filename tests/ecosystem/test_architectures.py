@@ -11,16 +11,12 @@ import torch
 from torch import nn
 
 import fsdp2
-from tests.ecosystem.launching import missing
 from tests.support import api
+from tests.support.packages import needs
 from tests.support.parity import mesh_1d
 from tests.support.pool import on_ranks
 
-pytestmark = [
-    api.fsdp2_only,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(missing("transformers")), reason="not installed: transformers"),
-]
+pytestmark = [api.fsdp2_only, pytest.mark.slow, needs("transformers")]
 
 WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
 GROUPED = {**WIDTHS, "num_key_value_heads": 2, "vocab_size": 64}

@@ -1,7 +1,4 @@
-"""Optimizers of other packages that need whole matrices step on an fsdp2 model as in one process, bit for bit.
-
-Optional: ``pip install pytorch_optimizer``.
-"""
+"""Optimizers of other packages that need whole matrices step on an fsdp2 model as in one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,14 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.ecosystem.launching import missing
 from tests.optim.test_full_params import THIRD_PARTY, on_mesh, pair, resume, save, train
+from tests.support.packages import needs
 from tests.support.pool import POOL, on_ranks
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(missing("pytorch_optimizer")), reason="not installed: pytorch_optimizer"),
-]
+pytestmark = [pytest.mark.slow, needs("pytorch_optimizer")]
 
 
 @on_ranks(4)

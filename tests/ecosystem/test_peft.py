@@ -1,22 +1,15 @@
-"""PEFT adapters that are added to a sharded model train as they do in one process.
-
-Optional: ``pip install peft transformers``.
-"""
+"""PEFT adapters that are added to a sharded model train as they do in one process."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.ecosystem.launching import launch, missing
+from tests.ecosystem.launching import launch
 from tests.support import api
+from tests.support.packages import needs
 
-MISSING = missing("peft", "transformers")
-pytestmark = [
-    api.fsdp2_only,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
-]
+pytestmark = [api.fsdp2_only, pytest.mark.slow, needs("peft", "transformers")]
 
 
 def run(which: str) -> dict[str, list[torch.Tensor]]:

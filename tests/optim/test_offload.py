@@ -6,7 +6,7 @@ A CPU has no memory apart from the host's. So that there is something to copy, `
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 import pickle
 import warnings
 from typing import Any
@@ -41,6 +41,7 @@ from tests.optim.stepping import (
 )
 from tests.support import api
 from tests.support.composition import composes
+from tests.support.packages import needs
 from tests.support.parity import mesh_1d, mesh_2d
 from tests.support.pool import on_ranks
 
@@ -365,7 +366,7 @@ def test_state_in_tensor_subclasses(rank, world):
         assert on_host(optimizers[1])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="not installed: torchao")
+@needs("torchao")
 @on_ranks(2)
 def test_eight_bits_of_torchao(rank, world):
     """Its moments are codes and scales, in a subclass inside a DTensor; its step is compiled for each parameter."""

@@ -25,7 +25,6 @@ CLIENTS = {
     "transformers": Client("trainer_loop", ("trainer",), ("accelerate", "transformers")),
     "trl": Client("trainer_loop", ("trl",), ("accelerate", "transformers", "trl")),
     "lightning": Client("lightning_loop", (), ("lightning",)),
-    "torchtitan": Client("titan_loop", (), ("torchtitan", "triton")),
 }
 
 

@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from tests.support import api
 from tests.support.counting import Collectives
 from tests.support.models import Layers
-from tests.support.parity import Run, beside_one_process, mesh_1d, mesh_2d, shard_each
+from tests.support.parity import Run, beside_one_process, full, mesh_1d, mesh_2d, shard_each
+from tests.support.pool import on_ranks
 from tests.support.report import Absent, agrees, check, report, thrifty
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LOW = 0.05
 """What may be lost with 8 bits of mantissa in gradients of order one."""
+
+
+def accumulated(rank: int, fsdp, *, rounded: bool = False) -> Tensor:
+    """Return the gradient of an RMSNorm's weight, accumulated over three backwards of which the last one reduces.
+
+    Inputs and gradients of outputs are numbers of bfloat16. Without ``fsdp``, it is computed in float64.
+    """
+    dtype = torch.float64 if fsdp is None else torch.bfloat16
+    norm: Any = nn.RMSNorm(64, eps=1e-5, dtype=dtype if fsdp is None else torch.float32)
+    if fsdp is not None:
+        fsdp.fully_shard(norm, mesh=mesh_1d(), mp_policy=BF16)
+    if rounded:
+        round_one = lambda grad: grad.bfloat16().to(grad.dtype)
+        norm.register_forward_pre_hook(lambda norm, inputs: norm.weight.register_hook(round_one) and None)
+    data = torch.Generator().manual_seed(rank)
+    for last in (False, False, True):
+        inputs, grads = (torch.randn(32, 64, generator=data).bfloat16().to(dtype) for _ in range(2))
+        if fsdp is not None:
+            norm.set_requires_gradient_sync(last)
+        norm(inputs).backward(grads)
+    return full(norm.weight.grad)
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+def test_what_accumulates_is_not_rounded(rank, world):
+    """With torchtitan's chunked loss and its pipelines, gradients of norms differed from torch's. Autograd computes
+    them in float32, torch rounds each to bfloat16 before it adds it in float32, and nothing else differs. Ours are
+    nearer to those of float64."""
+    ours, theirs = accumulated(rank, api.ours), accumulated(rank, api.theirs)
+    assert torch.equal(accumulated(rank, api.ours, rounded=True), theirs) and not torch.equal(ours, theirs)
+    exact = torch.stack([accumulated(other, None) for other in range(world)]).mean(0)
+    far, near = ((found.double() - exact).norm() / exact.norm() for found in (theirs, ours))
+    assert near < 1e-5 and far > 100 * near, (near, far)
 
 
 def whole(module: nn.Module, fsdp) -> None:

@@ -56,6 +56,10 @@ _WAITING = tuple(
 _DECORATORS = {"wrapper", "inner", "decorate_context", "new_func", "run"}
 
 
+_Answer = tuple[str, int | None]
+"""Where a rank is, and for how many seconds it has waited there for others; None: it does not wait."""
+
+
 class _Place(NamedTuple):
     """Where the main thread is: in words, whether it waits in a collective there, and a number for this very visit."""
 
@@ -145,7 +149,7 @@ class Standstill:
         if failed and self.others and launched_collectives() == self._launched:
             text = "rank %d failed where it waited for other ranks. When it last asked, %s. %s"
             logger.error(text, self._rank, self.others, _REMEDY)
-        self._keys.set(f"at/{self._rank}", json.dumps([_ENDED, "has ended"]))
+        self._keys.set(f"at/{self._rank}", json.dumps([_ENDED, "has ended", None]))
 
     # ---- looking ----
 
@@ -160,7 +164,7 @@ class Standstill:
         self._question = self._question.seen(int(asked or 0))
         if asked is not None:
             self._answered = int(asked)
-            self._keys.set(f"at/{self._rank}", json.dumps([int(asked), self._in_words()]))
+            self._keys.set(f"at/{self._rank}", json.dumps([int(asked), *self._answer()]))
         if place.waits:
             self._report()
             if self._seconds >= self._patience:
@@ -172,8 +176,9 @@ class Standstill:
     def _seconds(self) -> int:
         return int(time.monotonic() - self._since)
 
-    def _in_words(self) -> str:
-        return f"in {self._place.text}, for {self._seconds} s" if self._place.waits else f"at {self._place.text}"
+    def _answer(self) -> _Answer:
+        """Return where this rank is, and for how many seconds it has waited there."""
+        return (f"in {self._place.text}", self._seconds) if self._place.waits else (f"at {self._place.text}", None)
 
     # ---- asking ----
 
@@ -193,13 +198,13 @@ class Standstill:
         self._keys.delete("asked")
         self._question = _Question()
 
-    def _collect(self, number: int) -> dict[int, str]:
+    def _collect(self, number: int) -> dict[int, _Answer]:
         """Return what each rank answered to this question."""
-        answers = {}
+        answers: dict[int, _Answer] = {}
         for rank in self._ranks:
             value = self._keys.get_within(f"at/{rank}", 1.0) if self._keys.has(f"at/{rank}") else None
-            to, text = (0, "") if value is None else json.loads(value)
-            answers[rank] = text if to in (number, _ENDED) else _NO_ANSWER
+            to, *answer = (0, "", None) if value is None else json.loads(value)
+            answers[rank] = tuple(answer) if to in (number, _ENDED) else (_NO_ANSWER, None)
         return answers
 
     def _report(self) -> None:
@@ -210,11 +215,22 @@ class Standstill:
         if number != self._answered:
             return
         self._answered, self._patience = 0, 2.0 * self._seconds
-        together: dict[str, list[str]] = {}
-        for rank, text in sorted(answers.items(), key=lambda one: int(one[0]) != self._rank):  # this rank first
-            together.setdefault(text, []).append(rank)
-        self.others = "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in together.items())
+        self.others = _in_words(answers, self._rank)
         logger.warning("rank %d waits for other ranks. R%s. %s", self._rank, self.others[1:], _REMEDY)
+
+
+def _in_words(answers: dict[str, _Answer], first: int) -> str:
+    """Return the ``answers`` of all ranks, ranks at one place together, that of rank ``first`` first."""
+    together: dict[str, tuple[list[str], list[int]]] = {}
+    for rank, (text, seconds) in sorted(answers.items(), key=lambda one: int(one[0]) != first):
+        ranks, waited = together.setdefault(text, ([], []))
+        ranks.append(rank)
+        waited += [] if seconds is None else [seconds]
+    parts = []
+    for text, (ranks, waited) in together.items():
+        span = " to ".join(map(str, sorted({min(waited), max(waited)}))) if waited else ""
+        parts.append(f"rank {', '.join(ranks)}: {text}" + (f", for {span} s" if span else ""))
+    return "; ".join(parts)
 
 
 class _Question(NamedTuple):

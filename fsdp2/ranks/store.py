@@ -46,13 +46,14 @@ class Connections:
                 # This connection fails at once if the host has ended. A new one is tried until the store's timeout.
                 store.check(["fsdp2"])
                 # Not the store itself: if this process hosts it, its port must be free after destroy_process_group().
+                # No thread uses this clone. A new connection is given up after the timeout of the one that it is made
+                # of, and a thread that waits for a key has a short one: a busy host does not answer within that.
                 self._store: Any = store.clone()  # type: ignore[attr-defined]  # not in the stubs
             except dist.DistNetworkError:
                 raise
             except (AttributeError, NotImplementedError, RuntimeError):
                 self._store, self.clones = store, False  # a store in Python manages its connections itself
         self.timeout: timedelta = self._store.timeout
-        self._own.store = self._store
 
     @property
     def own(self) -> Any:
@@ -158,4 +159,4 @@ class Keys:
             return None
         finally:
             if clones:
-                store.set_timeout(self._connections.timeout)  # a clone for another thread copies it
+                store.set_timeout(self._connections.timeout)

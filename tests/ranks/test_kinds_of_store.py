@@ -7,6 +7,7 @@ import contextlib
 import re
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -230,14 +231,23 @@ def test_the_host_of_the_store_is_gone_before_the_first_forward():
 
 
 def test_a_connection_begins_with_the_timeout_of_the_store():
-    """A thread's connection is a copy of the first one. Where that had just waited two seconds for a key, the new one
-    was given up after two seconds, which a store with thousands of clients may need."""
+    """A thread's connection was a copy of another thread's. Where that one was waiting two seconds for a key, the new
+    one was given up after two seconds, which a store that is busy or has thousands of clients may need: the thread that
+    says where a rank waits ended without a word."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=LIMIT)
     connections, got = Connections(store), []
-    assert Keys(connections, "job", "1").get_within("nothing", 0.05) is None
-    thread = threading.Thread(target=lambda: got.append(connections.own.timeout))
+    keys, waiting = Keys(connections, "job", "1"), connections.own
+
+    def begin() -> None:
+        while waiting.timeout == LIMIT:  # until the main thread waits
+            time.sleep(0.001)
+        got.append(connections.own.timeout)
+        keys.set("late", "here")
+
+    thread = threading.Thread(target=begin)
     thread.start()
+    assert keys.get_within("late", 30.0) == "here"
     thread.join()
     assert got == [LIMIT]
 

@@ -2,85 +2,101 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
 import signal
 import sys
 import time
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2.ranks import standstill
-from tests.ranks.apart import Ended, run_apart
+from fsdp2._torch.collectives import default_store
+from fsdp2.ranks import board, standstill
+from fsdp2.ranks.standstill import Standstill
+from fsdp2.ranks.store import Connections, Keys
+from tests.ranks.apart import SOON, Ended, run_apart
 from tests.support.models import Three
+from tests.unit.meshes import gloo_mesh
 
 HERE = str(Path(__file__).resolve())
-SHORT = timedelta(seconds=4)
 REMEDY = "call them outside of `if rank == 0:`"
 
 
-def trained(mesh: DeviceMesh | None = None) -> Three:
+def trained() -> Three:
     """A sharded model after two steps."""
     torch.manual_seed(0)
     model = Three()
-    fsdp2.fully_shard(model.first, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh)
+    fsdp2.fully_shard(model.first)
+    fsdp2.fully_shard(model)
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
     return model
 
 
-class _EndsWhenAllHaveLogged(logging.Handler):
-    """Ends this process when every rank of ``ranks`` has logged a line, which the log of the process keeps."""
+class _Awaits(logging.Handler):
+    """Prints what this rank logs, and notes when a line comes that has ``pattern``.
 
-    def __init__(self, ranks: range) -> None:
+    A busy rank may be asked before it has come to where it waits: then the others ask again. It goes on to answer.
+    """
+
+    def __init__(self, pattern: str, then: Callable[[], None]) -> None:
         super().__init__()
-        self._store, self._ranks = dist.distributed_c10d._get_default_store().clone(), ranks
+        self._pattern, self._then = pattern, then
 
     def emit(self, record: logging.LogRecord) -> None:
         print(record.getMessage(), flush=True)
-        self._store.set(f"logged/{dist.get_rank()}", "")
-        self._store.wait([f"logged/{rank}" for rank in self._ranks])
+        if re.search(self._pattern, record.getMessage()):
+            self._then()
+
+
+def until_logged(pattern: str, ranks: range, then: Callable[[], None] = lambda: None) -> None:
+    """End this process, after a last call, as soon as all of ``ranks`` have logged a line that has ``pattern``."""
+    store, rank = default_store().clone(), dist.get_rank()
+
+    def end() -> None:
+        default_store().clone().wait([f"logged/{rank}" for rank in ranks])
+        then()
         os._exit(0)
 
-
-def until_logged(ranks: range) -> None:
-    """End this process as soon as all of ``ranks`` have logged something."""
-    logging.getLogger("fsdp2").addHandler(_EndsWhenAllHaveLogged(ranks))
+    logging.getLogger("fsdp2").addHandler(_Awaits(pattern, lambda: store.set(f"logged/{rank}", "")))
+    Thread(target=end, daemon=True).start()
 
 
-def full_tensor_alone(rank: int, world: int) -> None:
+def full_tensor_alone(patterns: list[str], rank: int, world: int) -> None:
     """The last rank gathers a parameter, which it alone is told to, and the others come to a barrier."""
     model = trained()
-    until_logged(range(world))
+    until_logged(patterns[rank], range(world))
     if rank == world - 1:
         model.last.weight.full_tensor()  # type: ignore[operator]
     dist.barrier()
 
 
-def state_dict_alone(rank: int, world: int) -> None:
+def state_dict_alone(patterns: list[str], rank: int, world: int) -> None:
     """The last rank saves."""
     model = trained()
-    until_logged(range(world))
+    until_logged(patterns[rank], range(world))
     if rank == world - 1:
         get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     dist.barrier()
 
 
-def evaluates_alone(rank: int, world: int) -> None:
+def evaluates_alone(patterns: list[str], rank: int, world: int) -> None:
     """The last rank evaluates."""
     model = trained()
-    until_logged(range(world))
+    until_logged(patterns[rank], range(world))
     if rank == world - 1:
         with torch.no_grad():
             model(torch.ones(2, 8))
@@ -105,46 +121,63 @@ def line_of(program: object, text: str) -> int:
 )
 def test_a_collective_of_one_rank_between_passes(program, call, what):
     """All ranks waited out the timeout of the process group, and then gloo named neither rank nor place."""
-    place = lambda text: rf"at {re.escape(os.path.relpath(HERE))}:{line_of(program, text)}, for \d+ s"
+    place = lambda text: rf"at {re.escape(os.path.relpath(HERE))}:{line_of(program, text)}, for \d+(?: to \d+)? s"
     barrier, alone = rf"in barrier\(\), {place('dist.barrier')}", rf"in {what}, {place(call)}"
-    for rank, ended in enumerate(run_apart(program, 3)):
+    patterns = []
+    for rank in range(3):
         others = f"rank {rank}, {1 - rank}: {barrier}" if rank < 2 else ""
         order = f"{others}; rank 2: {alone}" if rank < 2 else f"rank 2: {alone}; rank 0, 1: {barrier}"
-        found = re.search(rf"^rank {rank} waits for other ranks\. R{order[1:]}\. .*$", ended.output, re.MULTILINE)
-        assert ended.status == 0 and found and REMEDY in found[0], ended
+        patterns.append(rf"^rank {rank} waits for other ranks\. R{order[1:]}\. .*{re.escape(REMEDY)}")
+    for rank, ended in enumerate(run_apart(partial(program, patterns), 3)):
+        assert ended.status == 0 and re.search(patterns[rank], ended.output, re.MULTILINE), ended
+
+
+SILENT = r"; rank 2: no answer: it was killed, or hangs outside of Python\. "
 
 
 def stops(rank: int, world: int) -> None:
     """The last rank stands still outside of Python, as one does that waits for a dead disk."""
     trained()
     if rank == world - 1:
+        default_store().set("pid", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    until_logged(range(world - 1))
+    stopped = int(default_store().get("pid"))
+    until_logged(SILENT, range(world - 1), (lambda: os.kill(stopped, signal.SIGKILL)) if rank == 0 else lambda: None)
     dist.barrier()
 
 
-def test_a_silent_rank_is_named_before_the_timeout(monkeypatch):
-    monkeypatch.setattr("tests.ranks.apart.LIMIT_SECONDS", 15.0)
+def test_a_silent_rank_is_named_before_the_timeout():
     *others, stopped = run_apart(stops, 3)
-    assert stopped.status is None
+    assert stopped.status == -signal.SIGKILL
     for ended in others:
-        assert "; rank 2: no answer: it was killed, or hangs outside of Python. " in ended.output, ended
+        assert re.search(SILENT, ended.output), ended
 
 
 def comes_late(rank: int, world: int) -> None:
-    """One rank evaluates, on a group of a short timeout, while the other one is busy elsewhere."""
-    group = dist.new_group(timeout=SHORT)
-    model = trained(DeviceMesh.from_group(group, "cpu"))
+    """One rank evaluates, and its group's timeout is over when it knows where the other is, which is busy elsewhere."""
+    model, store, ahead = trained(), default_store().clone(), 0.0
+
+    def let_time_pass() -> None:
+        nonlocal ahead
+        ahead = 1e6
+
     if rank == 0:
-        with torch.no_grad():
-            model(torch.ones(2, 8))
-    time.sleep(2 * SHORT.total_seconds())
+        clock = time.monotonic
+        logging.getLogger("fsdp2").addHandler(_Awaits("rank 1: at ", let_time_pass))
+        board._LOOK_SECONDS = (SOON, SOON)
+        board.time = SimpleNamespace(monotonic=lambda: clock() + ahead, sleep=time.sleep)  # type: ignore[assignment]
+        try:
+            with torch.no_grad():
+                model(torch.ones(2, 8))
+        finally:
+            store.set("over", "")
+    store.wait(["over"])
 
 
 def test_a_meeting_that_is_given_up_says_where_the_others_are():
     ended, _ = run_apart(comes_late, 2)
-    place = f"rank 1: at {os.path.relpath(HERE)}:{line_of(comes_late, 'time.sleep')}. Expected: every rank comes"
-    assert "rank 0 waited 4 s, the timeout of its process group, for ranks that did not come; " in ended.error, ended
+    place = f"rank 1: at {os.path.relpath(HERE)}:{line_of(comes_late, 'store.wait')}. Expected: every rank comes"
+    assert "rank 0 waited 1800 s, the timeout of its process group, for ranks that did not come; " in ended.error, ended
     assert place in ended.error, ended
 
 
@@ -160,13 +193,15 @@ def as_the_interpreter_ends(program: object, rank: int, world: int) -> None:
             process.leave()
 
 
-def barrier_with_timeout(rank: int, world: int) -> None:
-    """One rank comes to a barrier, and the other one does not."""
-    group = dist.new_group(timeout=SHORT)
+def barrier_that_breaks(rank: int, world: int) -> None:
+    """One rank comes to a barrier, and the other one does not: it dies when that one knows where it is."""
     trained()
+    store = default_store().clone()
     if rank == 0:
-        dist.barrier(group)
-    time.sleep(2 * SHORT.total_seconds())
+        logging.getLogger("fsdp2").addHandler(_Awaits("rank 1: at ", lambda: store.set("logged", "")))
+        dist.barrier()
+    store.wait(["logged"])
+    os._exit(0)
 
 
 def ends_alone(rank: int, world: int) -> None:
@@ -181,7 +216,7 @@ def ends_alone(rank: int, world: int) -> None:
     ("program", "text"),
     [
         (
-            barrier_with_timeout,
+            barrier_that_breaks,
             "rank 0 failed where it waited for other ranks. When it last asked, rank 0: in barrier(), at ",
         ),
         (
@@ -192,29 +227,46 @@ def ends_alone(rank: int, world: int) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_failed_collective_is_explained_when_the_process_ends(program, text):
-    """gloo says that it timed out, or that a connection was reset."""
+    """gloo says that a connection was reset."""
     ended: Ended = run_apart(partial(as_the_interpreter_ends, program), 2)[0]
     assert ended.status == 1 and "gloo" in ended.output and text in ended.output, ended
 
 
-def goes_on(rank: int, world: int) -> None:
-    """Steps and barriers, each in one line, for longer than a rank waits before it asks; one rank is much slower."""
-    model = trained()
-    end, more = time.monotonic() + 4 * standstill._PATIENCE_SECONDS, torch.ones(1)
-    while more:
-        if rank == 0:
-            time.sleep(standstill._PATIENCE_SECONDS / 4)
-        model(torch.ones(2, 8)).sum().backward()
-        for _ in range(20):
-            dist.barrier()
-        more.fill_(time.monotonic() < end)
-        dist.broadcast(more, 0)
+class Calls(torch.Tensor):
+    """Ones that call ``at_use`` whenever they are used, by a collective for example."""
+
+    at_use: Callable[[], object]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            args[0].at_use()
+            return func(*args, **kwargs or {})
 
 
-def test_ranks_that_go_on_say_nothing():
+def test_a_rank_that_goes_on_is_not_one_that_waits(monkeypatch):
     """A line that is passed again and again looks like one that is never left. The collectives tell them apart."""
-    for ended in run_apart(goes_on, 2):
-        assert ended.status == 0 and "waits for other ranks" not in ended.output, ended
+    now, left, asked, frames = 0.0, 0, [], standstill._frames
+    before_torch = lambda frame: frame.f_code.co_filename != dist.distributed_c10d.__file__  # what looks, here
+    monkeypatch.setattr(standstill, "_frames", lambda: itertools.dropwhile(before_torch, frames()))
+    monkeypatch.setattr(standstill, "time", SimpleNamespace(monotonic=lambda: now))
+    keys = Keys(Connections(dist.HashStore()), "job", "standstill")
+    looks, ones = Standstill(keys, 0, (0, 1), str), torch.ones(1).as_subclass(Calls)
+
+    def look() -> None:
+        nonlocal now, left
+        while left:
+            now, left = now + standstill._PATIENCE_SECONDS, left - 1
+            looks.look()
+            assert looks._place.waits
+
+    ones.at_use = look
+    with gloo_mesh():
+        for left in (1, 1, 1, 2):  # looks while this rank is in one collective
+            dist.all_reduce(ones)
+            assert not left
+            asked.append(keys.has("asked"))
+    assert asked == [False, False, False, True]
 
 
 def test_where_a_process_is():

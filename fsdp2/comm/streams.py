@@ -12,6 +12,7 @@ Every wait between lanes, and what it protects:
 | replicate       | gather, before portions change          | both   | Portions.start_gather         |
 | gather          | replicate, portions are there           | order  | Portions.let_read             |
 | compute         | replicate, of portions not used         | memory | Portions.end_pass             |
+| compute         | replicate, before shards are written    | memory | Residency.before_write        |
 | copy            | compute, shards are written             | order  | HostCopies.start_copy         |
 | gather          | copy, shards are on the device          | order  | gather.start_gather           |
 | copy            | gather, before copies are dropped       | memory | HostCopies._drop_oldest       |

@@ -158,8 +158,8 @@ class ShardStore:
     def adopt(self, before_writing: Callable[[], object], *, lasting: bool = False) -> bool:
         """Take in shards that were replaced or whose local tensors changed; return whether any was replaced.
 
-        ``before_writing`` lets the host wait for copies that still read shards on the host. ``lasting``: the shards
-        were not put there for a single call.
+        ``before_writing`` waits for what still reads shards. ``lasting``: the shards were not put there for a single
+        call.
 
         Raises:
             RuntimeError: a parameter was removed from its module, or replaced by something that is no such shard.

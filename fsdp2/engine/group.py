@@ -222,7 +222,7 @@ class FSDPParamGroup:
         if not self.residency.summoned:
             self.reshard()
             self.residency.forget_portions()
-            self.comm.copies.wait()  # the host writes to shards on the host itself
+            self.residency.before_write()
 
     # ---- forward ----
 

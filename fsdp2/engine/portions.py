@@ -85,6 +85,11 @@ class Portions:
             finish_gather(self.arriving, reader)
             self.arriving = None
 
+    def let_write(self, writer: ComputeLane) -> None:
+        """Let ``writer`` write to shards, which may still be gathered."""
+        if self.arriving is not None:
+            writer.wait(self.arriving.event)
+
     def end_pass(self, lanes: Lanes, *, keep: bool) -> None:
         """End a forward or a gather by hand.
 
@@ -92,10 +97,8 @@ class Portions:
         evaluation has gathered are not used again: shards may be written through ``to_local()`` between two
         evaluations, and a rank without elements would not see that.
         """
-        if self.arriving is not None:  # no unit used them: compute may write shards next, and has not waited
-            event = self.arriving.event
-            self.let_read(lanes.gather)
-            lanes.compute.wait(event)
+        self.let_write(lanes.compute)  # no unit may have used them
+        self.let_read(lanes.gather)
         self.lasting |= keep and self.stamp is not None
         self.forget_unless_lasting()
 

@@ -575,8 +575,14 @@ class Residency:
         """
         if self.in_memory or self.summoned:
             return
-        if self.store.adopt(self.comm.copies.wait, lasting=lasting) and not lasting:
+        if self.store.adopt(self.before_write, lasting=lasting) and not lasting:
             self.adopted = True
+
+    def before_write(self) -> None:
+        """Let whoever writes to shards next wait for what still reads them: copies from the host, and portions."""
+        self.comm.copies.wait()
+        if self.store.portions is not None:
+            self.store.portions.let_write(self.comm.lanes.compute)
 
     def use(self, store: ShardStore, comm: CommContext) -> None:
         """Use another store, of fewer parameters, for which the group must be sharded, or another context."""

@@ -228,6 +228,9 @@ class RootContext(Generic[U]):
         self.comm.lanes.gather_after_compute(event)  # gathers read the shards that compute, or an optimizer, wrote
         for group in outdated:  # all of them at once: the replicate axis may be slow, and portions stay anyway
             group.residency.gather_portions(run.launch)
+        if route.known is None:  # nobody knows yet which of them the forward updates first, as a teacher is
+            for group in outdated:
+                group.residency.before_write()
         return run
 
     def begin_forward_in_method(self) -> None:

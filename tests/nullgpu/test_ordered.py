@@ -95,18 +95,6 @@ def can_run(program: Program, setup: str) -> bool:
     return not (setup == "partly offloaded" and name in ("hooks", "hook_raises"))  # refused: two groups in a unit
 
 
-def unordered(program: Program, setup: str) -> str:
-    """Return what is known not to be ordered; nothing for most.
-
-    Nothing is computed from what is read then: the write makes the portions outdated, so all ranks gather them anew
-    before they use them (``tests/step/test_over_replicas.py``, ``tests/step/test_teachers.py``).
-    """
-    written = {"replaced_in_forward": "over replicas, offloaded" != setup, "taught": True}
-    if "over replicas" in setup and written.get(program.__name__):
-        return "shards are written in a forward, while portions that were gathered as it began are on their way"
-    return ""
-
-
 def every_program() -> list[Any]:
     """Return every program in every setup, with the transfers in turn."""
     cases = []
@@ -114,9 +102,7 @@ def every_program() -> list[Any]:
         for number, setup in enumerate(SETUPS):
             if can_run(program, setup):
                 transfer = list(TRANSFERS)[(index + number) % len(TRANSFERS)]
-                marks = [pytest.mark.xfail(reason=reason, strict=True)] if (reason := unordered(program, setup)) else []
-                name = f"{program.__name__}-{setup}-{transfer}"
-                cases.append(pytest.param(program, setup, transfer, marks=marks, id=name))
+                cases.append(pytest.param(program, setup, transfer, id=f"{program.__name__}-{setup}-{transfer}"))
     return cases
 
 
@@ -185,11 +171,22 @@ def with_a_hook_of_another_stream(run: Training) -> None:
     run.step(3)
 
 
+def written_by_the_device(run: Training) -> None:
+    """New values for shards on the host come from the device, and the host does not wait for them."""
+    run.step(2)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            shard = parameter.to_local()
+            shard.copy_(torch.ones(shard.shape, device="cuda"), non_blocking=True)
+    run.backward()
+
+
 ROWS: dict[tuple[str, str], tuple[tuple[str, ...], Program, str, str]] = {
     **{
         row: (("wait", *callers), program, "offloaded" if setup == "copied from the host" else setup, transfer)
         for row, (callers, program, setup, transfer) in WAITS.items()
     },
+    ("copy", "HostCopies.start_copy"): (("wait", "after", "start_copy"), written_by_the_device, "offloaded", "direct"),
     ("pack", "Retained.drop_encoded"): (
         ("wait", "_drop_oldest", "drop_encoded"),
         training,
@@ -209,13 +206,7 @@ ROWS: dict[tuple[str, str], tuple[tuple[str, ...], Program, str, str]] = {
 """For each wait of fsdp2/comm/streams.py: the functions that it is called from, and a program that needs it."""
 
 
-UNSHOWN = pytest.mark.xfail(strict=True, reason="no program here lets a stream write shards on the host")
-NEEDED = [
-    pytest.param(row, id=" ".join(row), marks=[UNSHOWN] * (row == ("copy", "HostCopies.start_copy"))) for row in ROWS
-]
-
-
-@pytest.mark.parametrize("wait", NEEDED)
+@pytest.mark.parametrize("wait", ROWS, ids=" ".join)
 def test_no_wait_can_be_left_out(wait):
     """Without any one of them two accesses are not ordered, and that is seen."""
     callers, program, setup, transfer = ROWS[wait]

@@ -250,21 +250,25 @@ class ShardStore:
                 f"on meta device: {names}\nFor example, call module.to_empty(device) to materialize to device and call "
                 "module.reset_parameters() on each module to initialize values."
             )
-        elsewhere = [(param.name, param.local.device) for param in self.params if param.local.device.type != "cpu"]
-        if self.offloads and elsewhere:
-            raise RuntimeError(
-                "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU "
-                'state dict or call module.to_empty(device="cpu"). Found following parameters on non-CPU device: '
-                f"{elsewhere}"
-            )
+        self._check_on_host()
         known = self.extended
         if any(has_extension(param.local) != (param in known) for param in self.params):
             self.move_shards()
 
+    def _check_on_host(self) -> None:
+        elsewhere = [(param.name, param.local.device) for param in self.params if param.local.device.type != "cpu"]
+        if self.offloads and elsewhere:
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, call "
+                'module.cpu(), or module.to_empty(device="cpu") and load values. Found following parameters on non-CPU '
+                f"device: {elsewhere}"
+            )
+
     def _place(self, pieces: Sequence[torch.Tensor]) -> None:
         """Copy ``pieces`` into the flat buffer, and make the copies the shards; stage 2 of the life of a parameter.
 
-        Make a new flat buffer if parameters, dtypes, formats or the device changed.
+        Make a new flat buffer if parameters, dtypes, formats or the device changed. Shards that somebody has moved stay
+        where they are: a DTensor knows its device. The next gather refuses them if they should be on the CPU.
         """
         plain = [(p, piece) for p, piece in zip(self.params, pieces) if not has_extension(piece)]
         own = [(p, piece) for p, piece in zip(self.params, pieces) if has_extension(piece)]
@@ -274,11 +278,12 @@ class ShardStore:
         with torch.inference_mode(False), torch.no_grad():
             for param, piece in own:
                 if param.sharded is None or piece.is_meta or piece is not param.local:
-                    where = "cpu" if self.offloads and not piece.is_meta else piece.device
+                    where = "cpu" if self.offloads and not piece.is_meta and param.sharded is None else piece.device
                     piece = _own(piece, param, where)
                 self._set(param, piece)  # the object itself, since its attributes may make the extension
             items = [_item(p, x.dtype) for p, x in plain]
-            target = torch.device("cpu") if self.offloads or not plain else plain[0][1].device
+            to_host = not plain or (self.offloads and plain[0][0].sharded is None)
+            target = torch.device("cpu") if to_host else plain[0][1].device
             fits = self._plan is not None and self._flat is not None and self._flat.device == target
             if not fits or items != self._items or [p for p, _ in plain] != self._plain:
                 with_extension = [p for p, x in own if not x.is_meta]
@@ -302,7 +307,7 @@ class ShardStore:
         axis = self.mesh.replicate if nested else self.mesh.shard
         self._plan = plan_flat(items, self._sizes(self.options), coalesced=axis.coalesces)
         flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
-        self._flat = flat.pin_memory() if self.pins else flat
+        self._flat = flat.pin_memory() if self.pins and device.type == "cpu" else flat
         self.generation += self._full is not None  # autograd may have saved views of the full parameters
         self._full = self.gather_buffers = self._subgroup = self.portions = None
 
@@ -324,6 +329,7 @@ class ShardStore:
         Except for portions, all memory is allocated only for a moment, on the gather lane, whose next gather reuses it.
         """
         assert self._plan is not None and self._flat is not None
+        self._check_on_host()  # the shards may have been moved since the first forward
         plan, source, items = self._plan, self._flat, self._gathered
         with torch.inference_mode(False), torch.no_grad():
             if self.mesh.sharded_twice is not None:

@@ -24,6 +24,7 @@ from fsdp2._torch.autograd import (
 )
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.tensors import (
+    FakeTensor,
     as_parameter,
     dtensor_spec,
     local_tensor,
@@ -87,6 +88,14 @@ class Site:
             setattr(self.module, self.name, param)
         else:
             self.module._parameters[self.name] = param
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return False for a tensor subclass that has its elements in other tensors inside (``_make_wrapper_subclass``)."""
+    try:
+        return type(tensor) is FakeTensor or tensor.untyped_storage().data_ptr() is not None
+    except RuntimeError:  # nothing else tells, unless the class has ``__tensor_flatten__``
+        return False
 
 
 def is_managed_tensor(value: object) -> bool:
@@ -371,11 +380,11 @@ class FSDPParam:
         """The plain tensor with the elements of this rank's piece.
 
         A tensor subclass with an all-gather extension keeps them in an inner tensor. None if it does not have exactly
-        one inner tensor, of the same shape and dtype.
+        one inner tensor, of the same shape and dtype, or does not say which tensors it has.
         """
         local = self.local
         if not hasattr(local, "__tensor_flatten__"):
-            return local
+            return local if _has_memory(local) else None
         inside = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
         if len(inside) == 1 and (inside[0].shape, inside[0].dtype) == (local.shape, local.dtype):
             return inside[0]

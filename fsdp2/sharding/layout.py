@@ -31,7 +31,7 @@ class ShardLayout:
 
     def __post_init__(self) -> None:
         if self.dim is not None and not 0 <= self.dim < len(self.shape):
-            raise ValueError(f"shard dim {self.dim} is not a dimension of shape {self.shape}")
+            raise ValueError(f"dim {self.dim} is not a dimension of shape {self.shape}")
         if self.ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {self.ranks}")
 

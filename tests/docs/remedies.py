@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,24 +25,46 @@ import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.support.parity import mesh_1d
 
-__all__ = ["CASES", "UNTRIED", "Call", "goes_on", "layers", "loss", "model", "remedy"]
+__all__ = ["CASES", "Call", "goes_on", "layers", "loss", "model", "on", "remedy", "try_case"]
 
 Call = Callable[[], object]
 Case = Callable[[int], Iterator[Call]]
 CASES: dict[str, Case] = {}
 """By the piece of the error's text that is the remedy."""
+RANKS: dict[Case, int | None] = {}
+"""On how many ranks a case is tried; 0: in a process without ranks; None: on a device (``remedies_of_devices.py``)."""
 
 
-def remedy(*texts: str) -> Callable[[Case], Case]:
+def remedy(*texts: str, ranks: int | None = 2) -> Callable[[Case], Case]:
     """Register a case for the errors whose texts have these pieces; the first is the one that it raises."""
 
     def register(case: Case) -> Case:
         for text in texts:
             assert text not in CASES, text
             CASES[text] = case
+        RANKS[case] = ranks
         return case
 
     return register
+
+
+def on(ranks: int | None) -> list[str]:
+    """Return the texts of the cases that are tried on so many ranks."""
+    return [text for text, case in CASES.items() if RANKS[case] == ranks]
+
+
+def try_case(text: str, rank: int = 0) -> None:
+    """Raise the error, which has the remedy; done as written, it helps."""
+    case = CASES[text](rank)
+    call = next(case, None)
+    if call is None:
+        return  # not on this machine
+    with pytest.raises(Exception) as raised:
+        call()
+    first = next(name for name, other in CASES.items() if other is CASES[text])
+    assert first in str(raised.value), str(raised.value)
+    for _ in case:
+        raise AssertionError("a case yields once")
 
 
 def layers(count: int = 3, width: int = 8) -> nn.Sequential:
@@ -222,6 +245,18 @@ class Raises(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         raise ValueError("broken")
+
+
+@remedy("earlier forward or backward raised, call reset_iter_state() on the root module before the")
+def a_hook_out_of_order(rank: int) -> Iterator[Callable[[], object]]:
+    """A hook of ours that comes at a wrong time, as a program makes it that calls hooks by itself."""
+    module = model()
+    group = module[1]._get_fsdp_state().groups[0]
+    hook = module[1].register_forward_pre_hook(lambda *_: group.phases.enter("end_backward"))
+    yield lambda: loss(module)
+    hook.remove()
+    module.reset_iter_state()
+    goes_on(module)
 
 
 @remedy("call reset_iter_state() on the root module first; that backward's gradients are discarded")
@@ -1087,39 +1122,3 @@ def a_tie_replaced_in_one_place(rank: int) -> Iterator[Callable[[], object]]:
     yield lambda: loss(module)
     module[1].weight = new
     goes_on(module)
-
-
-UNTRIED = frozenset(
-    {
-        "no group for it, expected one; pass the module that was given to fully_shard",
-        "enabling CPU offloading. For example, load a CPU state dict or call",
-        ": shard_placement_fn must return Shard or None, got",
-        "Keep such values in tensors, or give every matrix a parameter of its own",
-        ", expected only Shard and Replicate, on a mesh with this rank; redistribute it first",
-        ", expected pieces sharded by Shard and Replicate on a mesh with this rank; redistribute",
-        "; call it by its name in a module (fsdp2.fully_shard, or imported at the top of a file),",
-        "; its pool has one buffer. Keep 1, or leave set_symm_mem_for_comm out",
-        "At least one of shard or replicate must be set in dp_mesh_dims",
-        "build takes no argument",
-        "can be sharded over replicas. Pass shard_over_replicas=False for the unit",
-        "comm is custom:",
-        "earlier forward or backward raised, call reset_iter_state() on the root module before the",
-        "every row in ascending order, or make the mesh with preserve_rank_order=True (torch 2.15)",
-        "forecast: build returned",
-        "fsdp_pre_all_gather and fsdp_post_all_gather. Leave it out with ignored_params (each rank",
-        "is not a dimension of shape",
-        "matplotlib, which is not installed; pip install matplotlib, or save as .html",
-        "mesh that has all of these ranks. Shard a parameter of the module, such as the root's, on",
-        'module and calls its functions; put the rest of a script under if __name__ == "__main__"',
-        "must keep the parameter's local shape, dtype, and device: expected",
-        "not supported with dp_mesh_dims; leave one of the two out",
-        "of them on this node; pass",
-        "parameter that is not sharded; pass fsdp2.merge_local_state_dicts(the list of all ranks'",
-        "process group, and torch cannot start one (",
-        "shard_over_replicas, whose pieces for the shard dimension stay in memory anyway; pass",
-        "stream cannot be set when using native HSDP",
-        "that does not keep its elements in one tensor of the same shape and dtype; expected one",
-        "with SPMD mesh (dp_mesh_dims); pass True or False",
-    }
-)
-"""Pieces of the texts whose remedies no case tries yet: mostly wrong arguments and files, and other devices."""

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
@@ -524,6 +524,54 @@ def clipped_on_two_dimensions(rank: int) -> Iterator[Call]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     yield lambda: fsdp2.clip_grad_norm_(module.parameters(), 1.0, pp_mesh=mesh)
     fsdp2.clip_grad_norm_(module.parameters(), 1.0, pp_mesh=mesh["pp"])
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number for each matrix: by default not in a tensor."""
+
+    keep: Any = float
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Note the largest element of each gradient."""
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["largest"] = self.keep(param.grad.abs().max())
+
+
+@remedy("Keep such values in tensors, or give every matrix a parameter of its own", ranks=1)
+def a_number_for_each_matrix(rank: int) -> Iterator[Call]:
+    """It is kept in a tensor; and every matrix is a parameter."""
+
+    def step(param: nn.Parameter, keep: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+        module = nn.ParameterDict({"weight": param})
+        fully_shard(module, mesh=mesh_1d())
+        optimizer = fsdp2.use_full_params(Counting(module.parameters(), lr=0.1), stacked=lambda p: p.ndim == 3)
+        optimizer.keep = keep
+        grad = torch.arange(8.0).view(2, 2, 2)[: shape[0]] if len(shape) == 3 else torch.arange(4.0).view(2, 2)
+        module["weight"].grad = distribute_tensor(grad, mesh_1d(), [Shard(0)])
+        optimizer.step()
+        return optimizer.state[module["weight"]]
+
+    stack = (2, 2, 2)
+    yield lambda: step(nn.Parameter(torch.zeros(stack)), float, stack)
+    step(nn.Parameter(torch.zeros(stack)), torch.Tensor.clone, stack)
+    assert step(nn.Parameter(torch.zeros(2, 2)), float, (2, 2))["largest"] == 3.0
+
+
+@remedy("parameter that is not sharded; pass fsdp2.merge_local_state_dicts(the list of all ranks'")
+def pieces_for_a_plain_parameter(rank: int) -> Iterator[Call]:
+    """The merged ones."""
+    module, plain = model(), layers()
+    fully_shard(plain, mesh=mesh_1d(), ignored_params={*plain[0].parameters()})
+    optimizer = trained(module, torch.optim.Adam(module.parameters()))
+    with fsdp2.state_dict_type(module, StateDictType.LOCAL_STATE_DICT):
+        own = fsdp2.optim_state_dict(module, optimizer)
+    other = torch.optim.Adam(plain.parameters())
+    yield lambda: fsdp2.optim_state_dict_to_load(plain, other, own)
+    everybodys: list[Any] = [None, None]
+    dist.all_gather_object(everybodys, own)
+    merged = fsdp2.merge_local_state_dicts(everybodys)
+    other.load_state_dict(fsdp2.optim_state_dict_to_load(plain, other, merged))
+    assert other.state[plain[0].weight]["exp_avg"].shape == (8, 8)
 
 
 # ---- files and weights ----

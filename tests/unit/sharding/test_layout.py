@@ -114,7 +114,7 @@ def test_one_rank_holds_everything(layout: ShardLayout) -> None:
 
 @pytest.mark.parametrize("dim", [-1, 2])
 def test_a_dimension_that_does_not_exist_is_refused(dim: int) -> None:
-    with pytest.raises(ValueError, match=r"shard dim -?\d is not a dimension of shape \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"dim -?\d is not a dimension of shape \(3, 4\)"):
         ShardLayout((3, 4), (4, 1), dim, 2)
 
 

@@ -95,6 +95,7 @@ def test_a_rank_is_later_than_the_timeout_of_the_store():
 def on_a_store_in_python(kind: type[Written], rank: int, world: int) -> None:
     """Start anew on a store of that kind."""
     real = default_store().clone()
+    dist.barrier()  # on a busy machine the other rank may still be connecting
     dist.destroy_process_group()
     store = kind(dist.PrefixStore("again", real))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)

@@ -1,4 +1,4 @@
-"""A program on two gloo processes: on this machine's loopback, or in two network namespaces with a limited link."""
+"""A program on a few gloo processes: on this machine's loopback, or two in network namespaces with a limited link."""
 
 from __future__ import annotations
 
@@ -86,7 +86,12 @@ def turn_arguments(parser: argparse.ArgumentParser, turns: int) -> None:
     parser.add_argument("--warm", type=int, default=3, help="steps before measuring (default 3)")
     parser.add_argument("--sequences", type=int, default=1, help="sequences per process and step (default 1)")
     parser.add_argument("--link-mbit", type=int, default=0, help="two network namespaces with a link of this speed")
-    for hidden, kind in (("--rank", int), ("--rendezvous", str), ("--found", Path)):
+    process_arguments(parser)
+
+
+def process_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options by which a program starts itself as one of several processes."""
+    for hidden, kind in (("--rank", int), ("--world", int), ("--rendezvous", str), ("--found", Path)):
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
 
 
@@ -95,24 +100,43 @@ def on_two_processes(worker: Callable[[argparse.Namespace], Any], options: argpa
 
     In these processes this function runs the worker and ends the process. Values travel as JSON.
     """
+    return on_processes(worker, options, (WORLD,))[0]
+
+
+def on_processes(
+    worker: Callable[[argparse.Namespace], Any], options: argparse.Namespace, worlds: tuple[int, ...]
+) -> list[Any]:
+    """What `worker(options)` returned on rank 0 of so many processes, for each of `worlds`, one after the other.
+
+    A limited link joins two processes only.
+    """
     if options.rank is None:
-        return _launch(options)
+        return [_launch(options, world) for world in worlds]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=options.rendezvous, rank=options.rank, world_size=WORLD)
+    dist.init_process_group("gloo", init_method=options.rendezvous, rank=options.rank, world_size=options.world)
     options.found.write_text(json.dumps(worker(options)))
     dist.destroy_process_group()
     raise SystemExit
 
 
-def _launch(options: argparse.Namespace) -> Any:
-    with _network(options.link_mbit) as (address, interface, prefixes), tempfile.TemporaryDirectory() as folder:
+def _launch(options: argparse.Namespace, world: int) -> Any:
+    with _network(options.link_mbit, world) as (address, interface, prefixes), tempfile.TemporaryDirectory() as folder:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
         processes = []
         for rank, prefix in enumerate(prefixes):
-            own = ["--rank", str(rank), "--rendezvous", f"tcp://{address}:{port}", "--found", f"{folder}/{rank}.json"]
+            own = [
+                "--rank",
+                str(rank),
+                "--world",
+                str(world),
+                "--rendezvous",
+                f"tcp://{address}:{port}",
+                "--found",
+                f"{folder}/{rank}.json",
+            ]
             processes.append(subprocess.Popen([*prefix, sys.executable, *sys.argv, *own], env=environment))
         try:
             if any([process.wait() for process in processes]):
@@ -124,11 +148,13 @@ def _launch(options: argparse.Namespace) -> Any:
 
 
 @contextlib.contextmanager
-def _network(mbit: int) -> Iterator[tuple[str, str, list[list[str]]]]:
-    """Address, interface and command prefixes of the two processes: this machine, or two namespaces with a link."""
+def _network(mbit: int, world: int) -> Iterator[tuple[str, str, list[list[str]]]]:
+    """Address, interface and command prefixes of the processes: this machine, or two namespaces with a link."""
     if not mbit:
-        yield "127.0.0.1", "lo", [[], []]
+        yield "127.0.0.1", "lo", [[]] * world
         return
+    if world != WORLD:
+        raise SystemExit(f"--link-mbit joins two processes, not {world}")
     if sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise SystemExit("--link-mbit needs Linux, root, and the commands ip and tc (package iproute2)")
 

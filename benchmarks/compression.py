@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from _common import Row, arguments, finish
-from _processes import WORLD, on_two_processes
+from _processes import WORLD, on_two_processes, process_arguments
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -90,8 +90,7 @@ def main() -> None:
     names = [name for name in POLICIES if name != "nothing"]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="run only these beside none")
     parser.add_argument("--link-mbit", type=int, default=0, help="two network namespaces with a link of this speed")
-    for hidden, kind in (("--rank", int), ("--rendezvous", str), ("--found", Path)):
-        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
+    process_arguments(parser)
     options = parser.parse_args()
     finish("compression", rows(on_two_processes(worker, options)), __doc__ or "", options)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from _common import Row, arguments, finish
-from _processes import WORLD, on_two_processes
+from _processes import WORLD, on_two_processes, process_arguments
 from torch.distributed.tensor import DTensor
 
 import fsdp2
@@ -142,8 +142,7 @@ def main() -> None:
     for name, value in (("steps", 154), ("syncs", 16)):
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     parser.add_argument("--link-mbit", type=int, default=0, help="two network namespaces with a link of this speed")
-    for hidden, kind in (("--rank", int), ("--rendezvous", str), ("--found", Path)):
-        parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)
+    process_arguments(parser)
     options = parser.parse_args()
     finish("weight_sync", rows(on_two_processes(worker, options)), __doc__ or "", options)
 

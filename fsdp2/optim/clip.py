@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2.comm.collectives import all_reduce, all_reduce_max
 from fsdp2.engine.index import mesh_around, param_of
 from fsdp2.engine.param import is_managed_tensor, is_temporary
+from fsdp2.optim.copies import scaled_together
 from fsdp2.optim.prebuilt import shards_of
 from fsdp2.optim.runs import joined, norms_of, scale
 from fsdp2.optim.unreduced import refuse_unreduced
@@ -106,7 +108,11 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the total norm of order {norm_type} of the gradients is {total.item()}, expected a "
             "finite one; nothing was scaled. Pass error_if_nonfinite=False to scale the gradients by it anyway"
         )
-    _scale(scaled, float(max_norm), total, foreach)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's formula, without waiting for a device
+    multiply = partial(scale, factor=factor, at_once=foreach is not False)
+    with scaled_together(params, multiply):
+        for tensors in scaled.values():
+            multiply(tensors)
     return total
 
 
@@ -282,10 +288,3 @@ class _Meshes:
 def _size_and_ranks(mesh: DeviceMesh) -> Any:
     """Return a key that sorts meshes: the largest last, and of equal sizes the one with fewer dimensions last."""
     return mesh.size(), -mesh.ndim, listed_ranks(mesh), tuple(mesh.shape), str(mesh.mesh_dim_names)
-
-
-def _scale(grads: _Buckets, max_norm: float, total: torch.Tensor, foreach: bool | None) -> None:
-    """Scale gradients of norm ``total`` to at most ``max_norm``, by torch's formula, without waiting for a device."""
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for tensors in grads.values():
-        scale(tensors, factor, at_once=foreach is not False)

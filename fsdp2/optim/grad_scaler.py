@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm.collectives import all_reduce
+from fsdp2.optim.copies import scaled_together
 from fsdp2.optim.prebuilt import repair
 from fsdp2.optim.runs import unscale
 from fsdp2.optim.unreduced import refuse_unreduced
@@ -69,21 +70,19 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """Unscale gradients in place; return numbers by device, in sum 1 if a gradient on any rank is not finite."""
         # The step does this too late: the optimizer must hold the shards whose gradients are unscaled.
         repair(optimizer)
-        held = (param for group in optimizer.param_groups for param in group["params"])
-        refuse_unreduced(held, "ShardedGradScaler.unscale_")
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        refuse_unreduced(params, "ShardedGradScaler.unscale_")
         grads: list[torch.Tensor] = []
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                grad: Any = param.grad
-                if grad is None:
-                    continue
-                values = on_this_rank(grad)
-                if (
-                    values.is_sparse
-                ):  # of an ignored parameter: unscaled here, and a copy of its values is checked below
-                    values = values.mul_(inv_scale.to(values.device)).coalesce().values().clone()
-                grads.append(values)
-        found = unscale(grads, found_inf, inv_scale)
+        for param in params:
+            grad: Any = param.grad
+            if grad is None:
+                continue
+            values = on_this_rank(grad)
+            if values.is_sparse:  # of an ignored parameter: unscaled here, and a copy of its values is checked below
+                values = values.mul_(inv_scale.to(values.device)).coalesce().values().clone()
+            grads.append(values)
+        with scaled_together(params, lambda copies: unscale(copies, torch.zeros_like(found_inf), inv_scale)):
+            found = unscale(grads, found_inf, inv_scale)
         total = sum((one.to(found_inf.device) for one in found.values()), torch.zeros_like(found_inf)).view(1)
         if dist.is_initialized():
             ranks = self.process_group or dist.group.WORLD

@@ -142,6 +142,9 @@ TESTS: dict[str, str] = {
     "use_full_params": OPTIM + "test_full_params.py::test_steps_are_those_of_one_process",
     "use_full_params(cost)": OPTIM + "test_full_params.py::test_cost_decides_who_owns",
     "use_full_params(stacked)": OPTIM + "test_full_params.py::test_a_matrix_each_of_a_stack",
+    "use_full_params(overlap_backward)": OPTIM
+    + "test_full_params_overlap.py::test_whatever_happens_between_backward_and_step",
+    "use_full_params(batched)": OPTIM + "test_full_params.py::test_matrices_of_one_shape_in_one_batch",
     "use_full_params(bucket_mb)": OPTIM + "test_full_params.py::test_steps_are_those_of_one_process",
     "offload_optimizer_state": OPTIM + "test_offload.py::test_steps_are_those_without",
     "offload_optimizer_state(device_budget_bytes)": OPTIM + "test_offload.py::test_a_budget",

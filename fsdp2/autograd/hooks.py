@@ -141,9 +141,10 @@ class _OwnedHook:
         return copied
 
 
-def hook_gradient(full: torch.Tensor, finished: Callable[[torch.Tensor], None]) -> None:
-    """Call ``finished(full)`` whenever a backward has added to ``full.grad``."""
-    full.register_post_accumulate_grad_hook(finished)
+def hook_gradient(param: torch.Tensor, finished: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call ``finished(param)`` whenever a backward, or the reduction that follows it, has added to ``param.grad``."""
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(finished)
+    return handle
 
 
 registrations = 0

@@ -273,8 +273,9 @@ def all_to_all_uneven(
     if axis.size == 1:
         return []
     assert axis.group is not None
-    options = _exchange_options(async_op)
-    return _works(group_all_to_all(axis.group)(output, sent, output_sizes, sent_sizes, options), axis, async_op)
+    what, options = ("exchange", "all_to_all"), _exchange_options(async_op)
+    work = _start(what, axis, [output], group_all_to_all, output, sent, output_sizes, sent_sizes, options)
+    return _works(work, axis, async_op)
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, *, average: bool, async_op: bool) -> list[Work]:
@@ -339,9 +340,15 @@ def _to_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(data)
 
 
-def max_over_ranks(values: list[int], axis: Axis, device: torch.device) -> list[int]:
-    """Return the elementwise maximum over ranks; the host waits for it. In a forecast, all ranks have ``values``."""
+def max_over_ranks(values: list[int], axis: Axis, device: torch.device, flags: torch.Tensor | None = None) -> list[int]:
+    """Return the elementwise maximum over ranks; the host waits for it. In a forecast, all ranks have ``values``.
+
+    ``flags`` are more values, which are known on ``device`` only; in a forecast all are 0.
+    """
     tensor = torch.tensor(values, dtype=torch.int32).to(device)
+    if flags is not None:
+        tensor = torch.cat([tensor, flags])
+        values = [*values, *[0] * len(flags)]
     all_reduce_max(tensor, axis)
     return values if tensor.untyped_storage().device.type == "meta" else tensor.tolist()
 

@@ -37,6 +37,8 @@ Every wait between lanes, and what it protects:
 | compute         | inward, the piece is on the device      | order  | Staging.use                   |
 | outward         | compute, the piece was changed          | order  | Staging.send_back             |
 | inward          | outward, before the slot's next piece   | memory | Staging.send_back             |
+| exchange        | compute, pieces are packed              | order  | Layout.send                   |
+| compute         | exchange, pieces have arrived           | order  | Arriving.wait                 |
 
 *order*: the data must be ready. *memory*: from here on the allocator may reuse the block, for work behind this wait.
 Memory goes back to the lane that allocated it, so no block is ever recorded on a second stream: gathered parameters go
@@ -62,7 +64,7 @@ from fsdp2 import _trace
 from fsdp2._torch.streams import current_key
 from fsdp2.sharding.platform import platform
 
-__all__ = ["Before", "ComputeLane", "Done", "Lane", "Lanes", "Moments"]
+__all__ = ["Before", "ComputeLane", "Done", "Lane", "Lanes", "Moments", "current_stream"]
 
 
 class Done:
@@ -96,6 +98,12 @@ _HOST_DONE = Done()
 def _device_module(device: torch.device) -> Any:
     """Return the module that makes the streams of ``device``; None for a CPU, which has none."""
     return platform().streams(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream of ``device`` that work is put on now; None for a CPU."""
+    module = _device_module(device)
+    return None if module is None else module.current_stream(device)
 
 
 def _on(stream: Any, module: Any) -> Any:

@@ -31,6 +31,10 @@ class PartialGroups:
         """Options that the step has changed, by the index of the group."""
         self.plain = [param for param in self._index if not isinstance(param, DTensor)]
 
+    def group_of(self, param: torch.Tensor) -> int:
+        """Return the number of the group that has ``param``."""
+        return self._index[param]
+
     @contextmanager
     def only(self, lent: Mapping[torch.Tensor, Sequence[torch.Tensor]], state: Any) -> Iterator[None]:
         """Let the optimizer have ``state``, and of the parameters those in ``lent``, as tensors that stand for them."""

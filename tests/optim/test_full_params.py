@@ -241,6 +241,73 @@ def test_a_matrix_each_of_a_stack(rank, world, name):
     assert moment.shape == module.stack.shape and isinstance(moment, DTensor) == (name != "plain")
 
 
+class Orthogonal(torch.optim.Optimizer):
+    """A Muon that takes batches of matrices; it notes the shapes that it was given."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+        self.seen: list[tuple[int, ...]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Orthogonalize the moments by a few steps of Newton and Schulz."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                self.seen.append(tuple(p.shape))
+                state = self.state[p]
+                if not state:
+                    state["moment"], state["step"] = torch.zeros_like(p), torch.zeros(())
+                state["step"] += 1
+                x = state["moment"].lerp_(p.grad, 0.5)
+                x = x / x.norm(dim=(-2, -1), keepdim=True)
+                for _ in range(3):
+                    x = 1.5 * x - 0.5 * x @ x.mT @ x
+                p.sub_(x, alpha=group["lr"])
+
+
+@on_ranks(1, 2, 3)
+def test_matrices_of_one_shape_in_one_batch(rank, world):
+    """The optimizer is called with one tensor for all matrices of a shape that a rank owns, those of stacks too, and
+    weights and state dicts are those of one matrix at a time."""
+    optimizers: list[Any] = []
+    models: list[Any] = []
+    for batched in (False, True):
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(6, 6, bias=False), *(Experts(4) for _ in range(3)))
+        for expert in model[1:]:
+            expert.forward = lambda x, expert=expert: Experts.forward(expert, x) @ torch.ones(4, 6)
+        shard(model, mesh_1d())
+        optimizer = Orthogonal(model.parameters())
+        fsdp2.use_full_params(optimizer, stacked=lambda param: param.ndim == 3, batched=batched)
+        optimizers.append(optimizer)
+        models.append(model)
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.seen.clear()
+            model(rows(step)).square().sum().backward()
+            step_both(optimizer)
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(full_of(one), full_of(other))
+        alone, together = (optimizer.seen for optimizer in optimizers)
+        assert {shape[1:] for shape in together} == set(alone) and len(together) == len(set(alone))
+        assert sum(shape[0] for shape in together) == len(alone)
+    saved = [optimizer.state_dict() for optimizer in optimizers]
+    for key, entry in saved[0]["state"].items():
+        other = saved[1]["state"][key]
+        assert entry.keys() == other.keys()
+        for name, value in entry.items():
+            torch.testing.assert_close(full_of(value), full_of(other[name]))
+    optimizers[0].load_state_dict(copy.deepcopy(saved[1]))
+    optimizers[1].load_state_dict(copy.deepcopy(saved[0]))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(rows(3)).square().sum().backward()
+        optimizer.step()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(full_of(one), full_of(other))
+
+
 @on_ranks(2)
 def test_what_is_no_stack(rank, world):
     """Where ``stacked`` is wrong, every rank raises before anything is changed; convolutions stay torch's business."""
@@ -499,6 +566,8 @@ def test_what_is_refused():
         fsdp2.use_full_params([weight])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bucket_mb > 0, got 0"):
         fsdp2.use_full_params(torch.optim.Muon([weight]), bucket_mb=0)
+    with pytest.raises(ValueError, match="batched=True, but torch.optim.Muon"):
+        fsdp2.use_full_params(torch.optim.Muon([weight]), batched=True)
     with pytest.raises(ValueError, match="got a closure, expected none"):
         fsdp2.use_full_params(torch.optim.Muon([weight])).step(lambda: 1.0)
     for copied in (copy.deepcopy, pickle.dumps):

@@ -163,6 +163,7 @@ NAMES = {
 
 @api.fsdp2_only
 @on_ranks(2)
+@composes("context parallel")
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_of_dimensions_say_what_they_are_for(rank, world, kind):
     """A mesh of (shard, context parallel) was read as (replicate, shard), without a word: more memory than was meant,

@@ -360,10 +360,25 @@ def host_state(run: Training) -> None:
                 moment.mul_(0.5)
 
 
+def whole_matrices(run: Training) -> None:
+    """Steps of whole matrices at their owners, bucket by bucket; gradients are sent in backward, then by the step.
+
+    On one axis, whatever the setup: torch's fake backend refuses a rank that only receives.
+    """
+    mesh = init_device_mesh(next(run.model.parameters()).device_mesh.device_type, (8,))
+    run = Training(mesh, run.device, "mixed", "packed")
+    matrices = [param for param in run.model.parameters() if param.ndim == 2]
+    for overlap, nbytes in ((True, 32768), (False, 8192)):
+        run.optimizer = torch.optim.Muon(matrices, lr=0.1)
+        options = {"cost": lambda param: 1.0, "bucket_mb": nbytes / 2**20, "overlap_backward": overlap}
+        fsdp2.use_full_params(run.optimizer, **options)
+        run.step(3)
+
+
 PROGRAMS: list[Callable[[Training], None]] = [
     *(accumulation, evaluation, by_hand, changed_by_hand, lists, hooks, gradients, replaced_in_forward, states),
     *(outside, recomputed, unused, raising, hook_raises, finalized, ahead_of_the_step, skipping, captured),
-    *(synchronization, allocated_by_the_group, taught, host_state),
+    *(synchronization, allocated_by_the_group, taught, host_state, whole_matrices),
 ]
 
 
@@ -450,6 +465,8 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, str], Callable[[Training], None], 
     ("compute", "Staging.use"): (("use", "lend"), host_state, "mixed", "packed"),
     ("outward", "Staging.send_back"): (("after", "send_back"), host_state, "mixed", "packed"),
     ("inward", "Staging.send_back"): (("send_back", "take_back"), host_state, "mixed", "packed"),
+    ("exchange", "Layout.send"): (("after", "send"), whole_matrices, "mixed", "packed"),
+    ("compute", "Arriving.wait"): (("wait", "deliver"), whole_matrices, "mixed", "packed"),
 }
 """For each ``wait`` of fsdp2/comm/streams.py: the functions that it is called from, and a program that needs it.
 

@@ -1,9 +1,11 @@
 """Optimizer steps on full parameters, each on the rank that owns it. From the top down.
 
 full_params  what users call, and the steps
-stacks       lets a step take each matrix of a parameter that is a stack of them
+lending      what the optimizer sees in a step
 full_state   the optimizer state of such steps
+early        sends gradients to owners while backward runs
 exchange     sends tensors between the holders and the owners of parameters
-ownership    the parameters of one optimizer, their owners, and the parts that this rank holds
+ownership    what one optimizer steps on, its owners, and the parts that this rank holds
+stacks       which parameters are stacks of matrices, each of which is stepped on by itself
 owners       balances owners by cost
 """

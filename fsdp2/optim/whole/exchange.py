@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from fsdp2.comm.collectives import Work, all_to_all_uneven
 from fsdp2.comm.pieces import copy_all
+from fsdp2.comm.streams import ComputeLane, Lane
 from fsdp2.optim.whole.owners import Route
 from fsdp2.sharding.boxes import Box, narrow, numel
 from fsdp2.sharding.mesh import Axis
@@ -42,6 +44,7 @@ class Layout:
     ) -> None:
         """``axis`` has the ranks of the routes; buffers are allocated on ``device``, which its backend supports."""
         self.routes, self.dtypes, self.axis, self.device = routes, dtypes, axis, device
+        self._compute = ComputeLane(device)
         self.own: list[tuple[int, Box]] = []  # pieces that stay on this rank
         sends: list[list[tuple[int, Box]]] = [[] for _ in range(axis.size)]
         receives: list[list[tuple[int, Box]]] = [[] for _ in range(axis.size)]
@@ -73,8 +76,13 @@ class Layout:
         """The bytes that this rank sends."""
         return sum(self.send_sizes)
 
-    def start(self, sources: Sequence[torch.Tensor | None], origins: Sequence[Box]) -> Arriving:
-        """Send this rank's pieces; ``sources[i]`` is the part ``origins[i]`` of entry ``i``, or None."""
+    def send(
+        self, sources: Sequence[torch.Tensor | None], origins: Sequence[Box], lane: Lane | None = None
+    ) -> Arriving:
+        """Send this rank's pieces; ``sources[i]`` is the part ``origins[i]`` of entry ``i``, or None.
+
+        They travel on ``lane`` beside the compute stream, or on the current stream. With gloo they travel beside both.
+        """
         sent = torch.empty(sum(self.send_sizes), dtype=torch.uint8, device=self.device)
         targets, pieces = [], []
         for slot in self.sent:
@@ -82,9 +90,16 @@ class Layout:
             pieces.append(_part(sources[slot.index], slot.box, origins[slot.index]))
         copy_all(targets, pieces)
         received = torch.empty(sum(self.receive_sizes), dtype=torch.uint8, device=self.device)
-        works = all_to_all_uneven(received, sent, self.receive_sizes, self.send_sizes, self.axis, async_op=True)
+        launch = partial(all_to_all_uneven, received, sent, self.receive_sizes, self.send_sizes, self.axis)
+        event = None
+        if lane is None:
+            works = launch(async_op=self.axis.backend == "gloo")
+        else:
+            with lane.after(self._compute) as done:
+                works = launch(async_op=lane.async_op)
+            event = done.event
         kept = [(index, box, _part(sources[index], box, origins[index])) for index, box in self.own]
-        return Arriving(self, works, sent, received, kept)
+        return Arriving(self, works, event, sent, received, kept)
 
     def _view(self, buffer: torch.Tensor, slot: _Slot) -> torch.Tensor:
         dtype = self.dtypes[slot.index]
@@ -94,10 +109,11 @@ class Layout:
 
 @dataclass
 class Arriving:
-    """A running all-to-all. ``sent`` is referenced until it ends, since the collective reads it."""
+    """A running all-to-all. Its memory is that of the stream that started it, and is referenced until it ends."""
 
     layout: Layout
     works: list[Work]
+    event: torch.Event | None  # of the end, on another stream
     sent: torch.Tensor
     received: torch.Tensor
     kept: list[tuple[int, Box, torch.Tensor]]
@@ -107,6 +123,7 @@ class Arriving:
         for work in self.works:
             work.wait()
         layout = self.layout
+        layout._compute.wait(self.event)
         return [
             *self.kept,
             *((slot.index, slot.box, layout._view(self.received, slot)) for slot in layout.received),

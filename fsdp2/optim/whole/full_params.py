@@ -7,9 +7,10 @@ are written to the shards. The next bucket is sent while one is computed.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +20,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.comm.collectives import exchange_objects, max_over_ranks
+from fsdp2.comm.streams import Lane
 from fsdp2.engine.param import lend_gradient, parameter_like
 from fsdp2.optim.alike import STEPS_ON_LOCAL, STEPS_ON_WHOLE, local_gradient
 from fsdp2.optim.host_state import HOST_STATE, HostState
 from fsdp2.optim.partial import PartialGroups, step_of
 from fsdp2.optim.prebuilt import repair
+from fsdp2.optim.whole.early import EarlyGradients
 from fsdp2.optim.whole.exchange import Arriving, Layout
 from fsdp2.optim.whole.full_state import OwnedState, keep_owned, names_in, shown_at_holders
+from fsdp2.optim.whole.lending import Alone, Lending, Matrices, batches_of
 from fsdp2.optim.whole.owners import default_cost
 from fsdp2.optim.whole.ownership import Owned, Ownership, RankSet
 from fsdp2.optim.whole.stacks import Stacks
@@ -36,6 +40,8 @@ __all__ = ["use_full_params"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 _PLANS = 16
 """The number of plans that are remembered: which experts have gradients may differ in each step."""
+_Gradient = tuple[torch.dtype, bool]
+"""The dtype of a gradient, and whether the step has to send it."""
 _NO_GRADIENT, _NOTHING_HERE, _FEWEST = -1, -2, -(1 << 20)
 
 
@@ -45,6 +51,8 @@ def use_full_params(
     cost: Callable[[torch.Tensor], float] | None = None,
     bucket_mb: float = 64.0,
     stacked: Callable[[torch.Tensor], bool] | None = None,
+    overlap_backward: bool = False,
+    batched: bool = False,
 ) -> optim.Optimizer:
     """Let ``optimizer`` compute with whole parameters, each on the one rank that owns it, and return ``optimizer``.
 
@@ -65,6 +73,12 @@ def use_full_params(
             its own. Default: with ``torch.optim.Muon``, which takes matrices alone, every parameter of three dimensions
             that is no convolution's; with other optimizers none. torch's Muon checks what it is built with, so give it
             stacks by ``add_param_group``.
+        overlap_backward: From the second step on, send gradients to their owners while backward runs, so that a step
+            sends a third less. Results are the same. The owners' copies of gradients take as much memory as the
+            gradients of shards until the step. What changes gradients between backward and step, except
+            ``fsdp2.clip_grad_norm_`` and ``fsdp2.ShardedGradScaler``, makes the step send them again.
+        batched: Give the optimizer all matrices of one shape in a bucket as one parameter of three dimensions. For
+            optimizers that step on each matrix of a batch by itself; torch's Muon refuses batches.
 
     Raises:
         TypeError: ``optimizer`` is not a torch.optim.Optimizer.
@@ -88,8 +102,16 @@ def use_full_params(
         return optimizer
     _check_kind(optimizer)
     optimizer.__dict__[STEPS_ON_WHOLE] = True
+    if batched and isinstance(optimizer, optim.Muon):
+        raise ValueError(
+            "use_full_params: batched=True, but torch.optim.Muon orthogonalizes one matrix at a time; expected an "
+            "optimizer that takes batches of matrices. Leave batched out"
+        )
     stacks = Stacks(optimizer, stacked)
-    _FullParams(optimizer, cost or default_cost, int(bucket_mb * (1 << 20)), stacks).take_over()
+    bucket_bytes = int(bucket_mb * (1 << 20))
+    _FullParams(
+        optimizer, cost or default_cost, bucket_bytes, stacks, overlap=overlap_backward, batched=batched
+    ).take_over()
     return optimizer
 
 
@@ -119,7 +141,9 @@ class _Bucket:
     """Parameters that are computed at the same time, and the layouts of the all-to-alls for them."""
 
     owned: list[Owned]
-    inward: Layout  # gradients, then parameters
+    early: EarlyGradients | None  # has the gradients that ``inward`` has not
+    inward: Layout  # gradients of those in ``late``, then parameters
+    late: list[Owned]
     outward: Layout
     grads: list[torch.Tensor | None] = field(default_factory=list)
     fulls: list[torch.Tensor | None] = field(default_factory=list)
@@ -136,11 +160,17 @@ class _FullParams:
         cost: Callable[[torch.Tensor], float],
         bucket_bytes: int,
         stacks: Stacks,
+        *,
+        overlap: bool,
+        batched: bool,
     ) -> None:
         self._optimizer = optimizer
+        self._overlap, self._batched = overlap, batched
+        self._lanes: dict[torch.device, Lane] = {}
+        self._early: dict[RankSet, EarlyGradients] = {}
         self._stacks = stacks
         self._cost, self._bucket_bytes = cost, bucket_bytes
-        self._ownership = Ownership([], cost)
+        self._ownership = Ownership([], cost, stacks)
         self._state = OwnedState(self._ownership)  # replaced by the optimizer's own state at the first use
         self._proxies: dict[torch.Tensor, nn.Parameter] = {}
         self._buckets: dict[tuple[Any, ...], list[_Bucket]] = {}
@@ -174,14 +204,16 @@ class _FullParams:
                 "the step; call backward() before step()"
             )
         self._refresh()
-        dtypes = self._agree_on_gradients()
-        groups = _Groups(optimizer, self._stacks)
-        sets = [self._buckets_of(ranks, dtypes[ranks]) for ranks in self._ownership.sets]
-        groups.begin([owned.param for owned in bucket.owned if owned.mine] for buckets in sets for bucket in buckets)
+        found = self._agree_on_gradients()
+        groups = _Groups(optimizer, self._stacks, batched=self._batched)
+        sets = [self._buckets_of(ranks, found[ranks]) for ranks in self._ownership.sets]
+        groups.begin([owned.key for owned in bucket.owned if owned.mine] for buckets in sets for bucket in buckets)
         try:
             error = self._compute_all(sets, groups)
         finally:
             groups.end()
+            for early in self._early.values():
+                early.end_step()
         self._end_together(error, groups)
         self._state.stepped = True
 
@@ -219,37 +251,44 @@ class _FullParams:
                 state = shown_at_holders(state, self._ownership)  # other ranks may own it from now on
             for param in params:
                 self._stacks.has(param)  # the caller's function may be wrong, which all ranks see here
-            self._ownership = Ownership(params, self._cost)
+            self._ownership = Ownership(params, self._cost, self._stacks)
             self._buckets.clear()
+            for early in self._early.values():
+                early.close()
+            if self._overlap:
+                self._early = {ranks: EarlyGradients(ranks, self._bucket_bytes) for ranks in self._ownership.sets}
         if state is not self._state:
             self._state = keep_owned(state, self._ownership)
             optimizer.state = self._state  # type: ignore[assignment]  # torch needs no more than a dictionary
         if HOST_STATE in optimizer.__dict__:
             optimizer.__dict__[HOST_STATE].settle([*self._state], self._state)
 
-    def _agree_on_gradients(self) -> dict[RankSet, list[torch.dtype | None]]:
-        """Return the dtype of each parameter's gradient (None without one) after checking that all ranks have the same,
-        and the same parameters in the same order.
+    def _agree_on_gradients(self) -> dict[RankSet, list[_Gradient | None]]:
+        """Return what is known of each parameter's gradient (None without one) after checking that all ranks have the
+        same, and the same parameters in the same order.
 
         Sets of fewer ranks come first, so that an error in one of them reaches all ranks before anything is sent.
         """
-        found: dict[RankSet, list[torch.dtype | None]] = {}
+        found: dict[RankSet, list[_Gradient | None]] = {}
         wrong = ""
         for ranks in reversed(self._ownership.sets):
-            codes = [_code(owned) for owned in ranks.owned]
+            codes = [_code(param) for param in ranks.params]
             least = [_FEWEST if code == _NOTHING_HERE else -code for code in codes]
             mine = [*codes, *least, ranks.digest, -ranks.digest, bool(wrong)]
-            *most, largest, smallest, elsewhere = max_over_ranks(mine, ranks.axis, ranks.device)
+            flags = self._early[ranks].begin_step() if ranks in self._early else None
+            agreed = max_over_ranks(mine, ranks.axis, ranks.device, flags)
+            (*most, largest, smallest, elsewhere), again = agreed[: len(mine)], agreed[len(mine) :]
             if largest != -smallest and not wrong:
                 wrong = "ranks have the parameters in different orders"
             most, least = most[: len(codes)], most[len(codes) :]
-            for owned, code, high, low in zip(ranks.owned, codes, most, least):
+            for param, code, high, low in zip(ranks.params, codes, most, least):
                 if high > _NOTHING_HERE and high != -low:
                     here = str(_DTYPES[code]) if code >= 0 else "none"
-                    wrong = f"ranks have different gradients of {self._name(owned.param)} (here: {here})"
+                    wrong = f"ranks have different gradients of {self._name(param)} (here: {here})"
             if elsewhere and not wrong:
                 wrong = "some ranks lack a gradient, or have it in another dtype; the errors of other ranks name it"
-            found[ranks] = [_DTYPES[high] if high >= 0 else None for high in most]
+            late = map(bool, again) if flags is not None else itertools.repeat(True)
+            found[ranks] = [(_DTYPES[high], one) if high >= 0 else None for high, one in zip(most, late)]
         if wrong:
             raise RuntimeError(
                 f"use_full_params: {wrong}; expected the same parameters in the same order, and a gradient of one "
@@ -258,32 +297,36 @@ class _FullParams:
             )
         return found
 
-    def _buckets_of(self, ranks: RankSet, dtypes: list[torch.dtype | None]) -> list[_Bucket]:
-        key = (ranks, *(-1 if dtype is None else _DTYPES.index(dtype) for dtype in dtypes))
+    def _buckets_of(self, ranks: RankSet, gradients: list[_Gradient | None]) -> list[_Bucket]:
+        key = (ranks, *gradients)
         if key not in self._buckets:
             if len(self._buckets) >= _PLANS:
                 del self._buckets[next(iter(self._buckets))]  # the oldest
-            used = [(owned, dtype) for owned, dtype in zip(ranks.owned, dtypes) if dtype is not None]
-            self._buckets[key] = [_plan_bucket(ranks, bucket) for bucket in ranks.buckets(used, self._bucket_bytes)]
+            of_param = dict(zip(ranks.params, gradients))
+            used = [(owned, known[0]) for owned in ranks.owned if (known := of_param[owned.param]) is not None]
+            late = {param for param, known in of_param.items() if known is not None and known[1]}
+            buckets = ranks.buckets(used, self._bucket_bytes)
+            self._buckets[key] = [_plan_bucket(ranks, bucket, late, self._early.get(ranks)) for bucket in buckets]
         return self._buckets[key]
 
     def _send(self, bucket: _Bucket) -> None:
-        params = [owned.param for owned in bucket.owned]
-        grads = [None if p.grad is None else local_gradient(p.grad, p) for p in params]
-        here = [owned.here for owned in bucket.owned]
-        bucket.arriving = bucket.inward.start([*grads, *map(on_this_rank, params)], [*here, *here])
+        sources = [*map(_gradient_of, bucket.late), *map(_shard_of, bucket.owned)]
+        origins = [owned.here for owned in (*bucket.late, *bucket.owned)]
+        bucket.arriving = bucket.inward.send(sources, origins, self._lane_of(bucket))
 
     def _assemble(self, bucket: _Bucket) -> None:
         """Wait for a bucket's pieces, and assemble the gradients and parameters that this rank owns."""
-        dtypes, count = bucket.inward.dtypes, len(bucket.owned)
-        wholes = [
-            owned.empty(dtype) if owned.mine else None for owned, dtype in zip((*bucket.owned, *bucket.owned), dtypes)
-        ]
-        origins = [owned.whole for owned in bucket.owned]
+        entries, count = [*bucket.late, *bucket.owned], len(bucket.late)
+        wholes = [owned.empty(dtype) if owned.mine else None for owned, dtype in zip(entries, bucket.inward.dtypes)]
         assert bucket.arriving is not None
-        bucket.arriving.deliver(wholes, [*origins, *origins])
+        bucket.arriving.deliver(wholes, [owned.whole for owned in entries])
         bucket.arriving = None
-        bucket.grads, bucket.fulls = wholes[:count], wholes[count:]
+        arrived = dict(zip(bucket.late, wholes))
+        early = bucket.early
+        bucket.grads = [
+            arrived[owned] if owned in arrived or early is None else early.take(owned) for owned in bucket.owned
+        ]
+        bucket.fulls = wholes[count:]
 
     def _compute(self, bucket: _Bucket, groups: _Groups) -> Exception | None:
         """Run the optimizer's own step on this rank's parameters of ``bucket``; return the error that it raised.
@@ -293,7 +336,7 @@ class _FullParams:
         lent: dict[torch.Tensor, torch.Tensor] = {}
         for owned, grad, full in zip(bucket.owned, bucket.grads, bucket.fulls):
             if full is not None:
-                proxy = lent[owned.param] = self._proxy(owned.param)
+                proxy = lent[owned.key] = self._proxy(owned)
                 proxy.data = full
                 lend_gradient(proxy, grad)
         bucket.grads = []
@@ -304,20 +347,29 @@ class _FullParams:
                 lend_gradient(returned, None)
                 returned.data = returned.data.new_empty(0)
 
-    def _proxy(self, param: torch.Tensor) -> nn.Parameter:
-        """Return the plain parameter that replaces ``param`` in a step; it is the same object in every step."""
-        if param not in self._proxies:
-            self._proxies[param] = parameter_like(param, on_this_rank(param).new_empty(0))
-        return self._proxies[param]
+    def _proxy(self, owned: Owned) -> Any:
+        """Return the plain parameter that the step works on in place of ``owned``, the same object in every step."""
+        if owned.index is not None:
+            return owned.key
+        if owned.key not in self._proxies:
+            self._proxies[owned.key] = parameter_like(owned.key, on_this_rank(owned.key).new_empty(0))
+        return self._proxies[owned.key]
+
+    def _lane_of(self, bucket: _Bucket) -> Lane:
+        """Return the lane on which pieces travel beside the optimizer's kernels."""
+        device = bucket.inward.device
+        if device not in self._lanes:
+            self._lanes[device] = Lane(device)
+        return self._lanes[device]
 
     def _return(self, bucket: _Bucket) -> None:
-        bucket.leaving = bucket.outward.start(bucket.fulls, [owned.whole for owned in bucket.owned])
+        wholes = [owned.whole for owned in bucket.owned]
+        bucket.leaving = bucket.outward.send(bucket.fulls, wholes, self._lane_of(bucket))
         bucket.fulls = []
 
     def _write(self, bucket: _Bucket) -> None:
         assert bucket.leaving is not None
-        shards: list[torch.Tensor | None] = [on_this_rank(owned.param) for owned in bucket.owned]
-        bucket.leaving.deliver(shards, [owned.here for owned in bucket.owned])
+        bucket.leaving.deliver([*map(_shard_of, bucket.owned)], [owned.here for owned in bucket.owned])
         bucket.leaving = None
 
     def _end_together(self, error: Exception | None, groups: _Groups) -> None:
@@ -348,7 +400,7 @@ class _FullParams:
 
     def _new_names(self, ranks: RankSet) -> dict[int, list[Any]]:
         """Return the names of state entries that changed, mostly at a first step, by the index of the parameter."""
-        found = {i: names_in(self._state.get(owned.param)) for i, owned in enumerate(ranks.owned) if owned.mine}
+        found = {i: names_in(self._state.get(owned.key)) for i, owned in enumerate(ranks.owned) if owned.mine}
         known = self._state.names
         return {i: names for i, names in found.items() if names != known.get(ranks.owned[i].param, [])}
 
@@ -386,27 +438,45 @@ def _refuse_copying(optimizer: optim.Optimizer, protocol: Any) -> Any:
     )
 
 
-def _plan_bucket(ranks: RankSet, used: list[tuple[Owned, torch.dtype]]) -> _Bucket:
-    owned, routes = [owned for owned, _ in used], [owned.route for owned, _ in used]
-    grads, params = [dtype for _, dtype in used], [owned.param.dtype for owned, _ in used]
-    inward = Layout([*routes, *routes], [*grads, *params], ranks.axis, ranks.device, to_owner=True)
-    return _Bucket(owned, inward, Layout(routes, params, ranks.axis, ranks.device, to_owner=False))
+def _plan_bucket(
+    ranks: RankSet, used: list[tuple[Owned, torch.dtype]], late: Collection[Any], early: EarlyGradients | None = None
+) -> _Bucket:
+    """Plan a bucket of ``used``, with the dtypes of their gradients; it sends those of the parameters in ``late``."""
+    owned, sent = [one for one, _ in used], [(one, dtype) for one, dtype in used if one.param in late]
+    routes, params = [one.route for one in owned], [one.param.dtype for one in owned]
+    inward = Layout(
+        [*(one.route for one, _ in sent), *routes],
+        [*(dtype for _, dtype in sent), *params],
+        ranks.axis,
+        ranks.device,
+        to_owner=True,
+    )
+    outward = Layout(routes, params, ranks.axis, ranks.device, to_owner=False)
+    return _Bucket(owned, early, inward, [one for one, _ in sent], outward)
 
 
-def _code(owned: Owned) -> int:
+def _code(param: Any) -> int:
     """Return the dtype of this rank's gradient as an index of ``_DTYPES``, or ``_NO_GRADIENT`` or ``_NOTHING_HERE``."""
-    if owned.holds_nothing:
+    if not on_this_rank(param).numel():
         return _NOTHING_HERE
+    return _NO_GRADIENT if param.grad is None else _DTYPES.index(param.grad.dtype)
+
+
+def _shard_of(owned: Owned) -> torch.Tensor | None:
+    return owned.of(on_this_rank(owned.param))
+
+
+def _gradient_of(owned: Owned) -> torch.Tensor | None:
     grad = owned.param.grad
-    return _NO_GRADIENT if grad is None else _DTYPES.index(grad.dtype)
+    return None if grad is None else owned.of(local_gradient(grad, owned.param))
 
 
 class _Groups:
     """The parameter groups of an optimizer during one step, which runs the optimizer's own step for each bucket."""
 
-    def __init__(self, optimizer: optim.Optimizer, stacks: Stacks) -> None:
+    def __init__(self, optimizer: optim.Optimizer, stacks: Stacks, *, batched: bool) -> None:
         self._optimizer = optimizer
-        self._stacks = stacks
+        self._stacks, self._batched = stacks, batched
         self._host: HostState | None = optimizer.__dict__.get(HOST_STATE)
         self._groups = PartialGroups(optimizer)
         self.changed, self.plain = self._groups.changed, self._groups.plain
@@ -424,27 +494,25 @@ class _Groups:
     def step(self, lent: dict[torch.Tensor, torch.Tensor], step: Callable[..., Any]) -> Exception | None:
         """Call ``step`` with the groups and state of the parameters in ``lent``; return the error that it raised.
 
-        ``lent`` maps each parameter to the plain tensor that the step works on.
+        ``lent`` maps each parameter, or what stands for a matrix of it, to the plain tensor that the step works on.
         """
         if not lent:
             return None
         optimizer, kept = self._optimizer, self._optimizer.state
         state: Any = defaultdict(dict)
-        parts: dict[torch.Tensor, list[Any]] = {}
+        parts: defaultdict[torch.Tensor, list[Any]] = defaultdict(list)
         left: dict[torch.Tensor, Any] = {}
+        lendings: list[Lending] = []
         try:
             entries = kept if self._host is None else self._host.lend([*lent], kept)
-            for param, seen in lent.items():
-                stack = self._stacks.has(param)
-                parts[param] = list(self._stacks.lend(param, seen)) if stack else [seen]
-                for i, part in enumerate(parts[param]) if param in entries else ():
-                    state[part] = self._stacks.cut_state(entries[param], i) if stack else entries[param]
+            lendings.extend(self._lendings(lent, entries))
+            for one in lendings:
+                parts[one.param] += one.seen
+                state.update(zip(one.seen, one.states))
             with self._groups.only(parts, state):
                 step(optimizer)
-            for param, own in parts.items():
-                if own[0] in state and self._stacks.has(param):
-                    left[param] = self._stacks.join_states([state[part] for part in own])
-            left.update({param: state[own[0]] for param, own in parts.items() if own[0] in state and param not in left})
+            for one in lendings:
+                left.update(one.take_back([state[seen] for seen in one.seen if seen in state]))
             if self._host is None:
                 kept.update(left)
             else:
@@ -452,7 +520,19 @@ class _Groups:
         except Exception as error:
             return error
         finally:
-            for param in parts:
-                if self._stacks.has(param):
-                    self._stacks.take_back(param)
+            for one in lendings:
+                one.end()
         return None
+
+    def _lendings(self, lent: dict[torch.Tensor, torch.Tensor], entries: Mapping[Any, Any]) -> Iterator[Lending]:
+        """Yield what the optimizer sees in place of ``lent``; ``entries`` has the states by key."""
+        stacks = self._stacks
+        if self._batched and lent.keys().isdisjoint(self.plain):
+            yield from batches_of(lent, entries, stacks.stack_of, self._groups.group_of)
+            return
+        for key, seen in lent.items():
+            param, states = stacks.stack_of(key), [entries[key]] if key in entries else []
+            if param is key and not isinstance(param, DTensor) and stacks.has(param):
+                yield Matrices(param, stacks, states)
+            else:
+                yield Alone(param, key, seen, states)

@@ -16,6 +16,7 @@ from fsdp2.comm.collectives import exchange_objects
 from fsdp2.optim.whole.exchange import Layout
 from fsdp2.optim.whole.owners import Route
 from fsdp2.optim.whole.ownership import Owned, Ownership, RankSet
+from fsdp2.optim.whole.stacks import Stacks
 from fsdp2.sharding.boxes import whole
 from fsdp2.sharding.spec import dtensor_like, on_this_rank, placed_alike
 
@@ -41,20 +42,20 @@ class OwnedState(dict):
         return self.stepped
 
     def __missing__(self, param: Any) -> Any:
-        owner = self._ownership.owner_of(param)
-        if owner is None:
+        owners = self._ownership.owners_of(param)
+        if not owners:
             raise KeyError(param)
-        return _Elsewhere(self.names.get(param, []), tuple(param.shape), owner)
+        return _Elsewhere(self.names.get(param, []), tuple(param.shape), owners)
 
 
 class _Elsewhere(Mapping):
-    """The state of a parameter that another rank owns: names without values.
+    """The state of a parameter that another rank owns, or whose matrices have several owners: names without values.
 
     torch.distributed.checkpoint.state_dict needs the names to find the values in a flattened state dict.
     """
 
-    def __init__(self, names: list[Any], shape: tuple[int, ...], owner: int) -> None:
-        self._names, self._shape, self._owner = names, shape, owner
+    def __init__(self, names: list[Any], shape: tuple[int, ...], owners: list[int]) -> None:
+        self._names, self._shape, self._owners = names, shape, owners
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._names)
@@ -66,9 +67,11 @@ class _Elsewhere(Mapping):
         return key in self._names
 
     def __getitem__(self, key: Any) -> NoReturn:
+        one, *others = self._owners
+        where = f"its owner, rank {one}" if not others else f"the owners of its matrices, ranks {self._owners}"
         raise RuntimeError(
-            f"optimizer.state: the state {key!r} of this parameter of shape {self._shape} is held by its owner, rank "
-            f"{self._owner}, if it exists yet (use_full_params); only the owner can read it here. Call "
+            f"optimizer.state: the state {key!r} of this parameter of shape {self._shape} is held by {where}, if it "
+            "exists yet (use_full_params); only an owner of the whole parameter can read it here. Call "
             "optimizer.state_dict() on all ranks to get it"
         )
 
@@ -78,34 +81,45 @@ class _Elsewhere(Mapping):
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A description of a tensor in an owner's state. A single number has its ``value``."""
+    """A description of a tensor of more than one number in an owner's state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    value: Any = None
+
+
+_Found = dict[tuple[Any, int], torch.Tensor]
+"""What this rank gets of the state, by parameter and leaf."""
 
 
 @torch.no_grad()
 def shown_at_holders(state: Mapping[Any, Any], ownership: Ownership) -> defaultdict[Any, Any]:
     """Return the state as if the optimizer had stepped on DTensors. Every rank must call this.
 
-    Tensors of a parameter's shape are sharded like the parameter, single numbers are plain, others are replicated.
-    State of parameters without an owner (such as recently sharded ones) has this form already.
+    Tensors of a parameter's shape are sharded like the parameter, single numbers are plain, others are replicated; the
+    tensors of a stack's matrices are stacked. State of parameters without an owner (such as recently sharded ones) has
+    this form already.
+
+    Raises:
+        RuntimeError: The matrices of a stack have states that cannot be one.
     """
     shown: defaultdict[Any, Any] = defaultdict(dict)
-    shown.update({param: entry for param, entry in state.items() if ownership.owner_of(param) is None})
+    shown.update({param: entry for param, entry in state.items() if param not in ownership})
     for ranks in ownership.sets:
-        mine = {i: _describe(state[owned.param], owned) for i, owned in enumerate(ranks.owned) if owned.param in state}
+        mine = {i: _describe(state[owned.key], owned) for i, owned in enumerate(ranks.owned) if owned.key in state}
         described: dict[int, Any] = {}
         for theirs in exchange_objects(mine, ranks.axis, ranks.device):
             described.update(theirs)
-        found: dict[int, dict[int, torch.Tensor]] = {i: {} for i in described}
+        found: _Found = {}
         for pieces in _pieces(described, ranks):
             _receive(pieces, state, ranks, found)
+        by_param: defaultdict[Any, list[int]] = defaultdict(list)
         for i in sorted(described):
-            leaves, rebuild = take_apart(described[i])
-            owned = ranks.owned[i]
-            shown[owned.param] = rebuild(_shown(leaf, owned, found[i].get(k)) for k, leaf in enumerate(leaves))
+            by_param[ranks.owned[i].param].append(i)
+        for param, some in by_param.items():
+            owned = ranks.owned[some[0]]
+            entry = described[some[0]] if owned.index is None else Stacks.join_states([described[i] for i in some])
+            leaves, rebuild = take_apart(entry)
+            shown[param] = rebuild(_shown(leaf, owned, found.get((param, k))) for k, leaf in enumerate(leaves))
     return shown
 
 
@@ -114,7 +128,7 @@ def _describe(entry: Any, owned: Owned) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         single = value.numel() == 1 and (key == "step" or tuple(value.shape) != owned.route.shape)
-        return _Leaf(tuple(value.shape), value.dtype, value.item() if single else None)
+        return value.cpu() if single else _Leaf(tuple(value.shape), value.dtype)
 
     if isinstance(entry, dict):
         return {key: map_leaves(partial(leaf, key), part) for key, part in entry.items()}
@@ -133,7 +147,7 @@ def _sized_pieces(described: Mapping[int, Any], ranks: RankSet) -> Iterator[tupl
     for i in sorted(described):
         route = ranks.owned[i].route
         for k, leaf in enumerate(take_apart(described[i])[0]):
-            if isinstance(leaf, _Leaf) and leaf.value is None:
+            if isinstance(leaf, _Leaf):
                 way = route if leaf.shape == route.shape else route.everywhere(leaf.shape)
                 yield (i, k, way, leaf), torch.Size(leaf.shape).numel() * leaf.dtype.itemsize
 
@@ -155,33 +169,33 @@ def _in_buckets(entries: Iterable[tuple[_T, int]]) -> Iterator[list[_T]]:
         yield bucket
 
 
-def _receive(
-    pieces: list[_Piece], state: Mapping[Any, Any], ranks: RankSet, found: dict[int, dict[int, torch.Tensor]]
-) -> None:
-    """Receive ``pieces`` from their owners, and store them in ``found`` by parameter and leaf."""
+def _receive(pieces: list[_Piece], state: Mapping[Any, Any], ranks: RankSet, found: _Found) -> None:
+    """Receive ``pieces`` from their owners, and store them in ``found``."""
     sources: list[torch.Tensor | None] = []
     targets: list[torch.Tensor | None] = []
     for i, k, way, leaf in pieces:
         owned = ranks.owned[i]
-        sources.append(take_apart(state[owned.param])[0][k] if owned.mine else None)
-        local = on_this_rank(owned.param)
-        if way is owned.route:
-            target = torch.empty_like(local, dtype=leaf.dtype, requires_grad=False)
-        else:
-            target = torch.empty(leaf.shape, dtype=leaf.dtype, device=local.device)
-        targets.append(target)
-        found[i][k] = target
+        sources.append(take_apart(state[owned.key])[0][k] if owned.mine else None)
+        local, alike = on_this_rank(owned.param), way is owned.route
+        if (owned.param, k) not in found:
+            if alike:
+                made = torch.empty_like(local, dtype=leaf.dtype, requires_grad=False)
+            else:
+                count = () if owned.index is None else owned.param.shape[:1]
+                made = torch.empty((*count, *leaf.shape), dtype=leaf.dtype, device=local.device)
+            found[owned.param, k] = made
+        target = found[owned.param, k]
+        targets.append(owned.of(target) if alike or owned.index is None else target[owned.index])
     routes, dtypes = [way for _, _, way, _ in pieces], [leaf.dtype for _, _, _, leaf in pieces]
     layout = Layout(routes, dtypes, ranks.axis, ranks.device, to_owner=False)
-    arriving = layout.start(sources, [whole(way.shape) for way in routes])
+    arriving = layout.send(sources, [whole(way.shape) for way in routes])
     arriving.deliver(targets, [way.boxes[ranks.axis.rank] for way in routes])
 
 
 def _shown(leaf: Any, owned: Owned, tensor: torch.Tensor | None) -> Any:
     if not isinstance(leaf, _Leaf):
         return leaf
-    if tensor is None:
-        return torch.full(leaf.shape, leaf.value, dtype=leaf.dtype)
+    assert tensor is not None
     if leaf.shape == owned.route.shape:
         return dtensor_like(owned.param, tensor)
     mesh = owned.param.device_mesh
@@ -193,31 +207,34 @@ def keep_owned(state: Mapping[Any, Any], ownership: Ownership) -> OwnedState:
     """Return ``state``, an optimizer's state on DTensors, as whole tensors on the owners. Every rank must call this."""
     kept = OwnedState(ownership)
     kept.stepped = bool(state)
-    kept.update({param: entry for param, entry in state.items() if ownership.owner_of(param) is None})
+    kept.update({param: entry for param, entry in state.items() if param not in ownership})
     for ranks in ownership.sets:
-        taken: list[tuple[Owned, list[Any], Any]] = []
+        known = {param: take_apart(state[param]) for param in ranks.params if param in state}
+        leaves_of = {param: [_whole_unless_cut(leaf, param) for leaf in leaves] for param, (leaves, _) in known.items()}
+        kept.names.update({param: names_in(state[param]) for param in known})
+        taken: list[tuple[Owned, list[Any]]] = []
         cut: list[tuple[tuple[Owned, list[Any], int], int]] = []
         for owned in ranks.owned:
-            if owned.param not in state:
+            if owned.param not in known:
                 continue
-            entry = state[owned.param]
-            kept.names[owned.param] = names_in(entry)
-            leaves, rebuild = take_apart(entry)
-            leaves = list(leaves)
-            taken.append((owned, leaves, rebuild))
+            leaves = list(leaves_of[owned.param])
+            taken.append((owned, leaves))
             for k, leaf in enumerate(leaves):
-                if not isinstance(leaf, DTensor):
-                    continue
-                if tuple(leaf.shape) == owned.route.shape and placed_alike(leaf, owned.param):
-                    cut.append(((owned, leaves, k), leaf.numel() * leaf.dtype.itemsize))
-                elif all(isinstance(p, Replicate) for p in leaf.placements):
-                    leaves[k] = on_this_rank(leaf)
-                else:
-                    leaves[k] = leaf.full_tensor()
+                if isinstance(leaf, DTensor):
+                    cut.append(((owned, leaves, k), owned.numel * leaf.dtype.itemsize))
+                elif owned.index is not None:
+                    leaves[k] = Stacks.cut_state(leaf, owned.index)
         for bucket in _in_buckets(cut):
             _send_to_owners(bucket, ranks)
-        kept.update({owned.param: rebuild(leaves) for owned, leaves, rebuild in taken if owned.mine})
+        kept.update({owned.key: known[owned.param][1](leaves) for owned, leaves in taken if owned.mine})
     return kept
+
+
+def _whole_unless_cut(leaf: Any, param: Any) -> Any:
+    """Return ``leaf`` as it is if it is no DTensor, or is cut as ``param``; else the whole tensor."""
+    if not isinstance(leaf, DTensor) or (leaf.shape == param.shape and placed_alike(leaf, param)):
+        return leaf
+    return on_this_rank(leaf) if all(isinstance(p, Replicate) for p in leaf.placements) else leaf.full_tensor()
 
 
 def names_in(entry: Any) -> list[Any]:
@@ -229,8 +246,8 @@ def _send_to_owners(pieces: list[tuple[Owned, list[Any], int]], ranks: RankSet) 
     """Replace leaves that are sharded like their parameters by whole tensors on the owners, by None elsewhere."""
     dtypes = [leaves[k].dtype for _, leaves, k in pieces]
     layout = Layout([owned.route for owned, _, _ in pieces], dtypes, ranks.axis, ranks.device, to_owner=True)
-    sources = [on_this_rank(leaves[k]) for _, leaves, k in pieces]
-    arriving = layout.start(sources, [owned.here for owned, _, _ in pieces])
+    sources = [owned.of(on_this_rank(leaves[k])) for owned, leaves, k in pieces]
+    arriving = layout.send(sources, [owned.here for owned, _, _ in pieces])
     wholes = [owned.empty(dtype) if owned.mine else None for (owned, _, _), dtype in zip(pieces, dtypes)]
     arriving.deliver(wholes, [owned.whole for owned, _, _ in pieces])
     for (_, leaves, k), full in zip(pieces, wholes):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +49,12 @@ class Route:
             if known is None or abs(rank - self.owner) < abs(known - self.owner):
                 nearest[self.boxes[rank]] = rank
         return list(nearest.values())
+
+    def of_matrix(self, index: int, owner: int) -> Route:
+        """Return the route of one matrix of a stack, which has an owner of its own."""
+        nothing = ((0, 0),) * (len(self.shape) - 1)
+        boxes = [box[1:] if box[0][0] <= index < sum(box[0]) else nothing for box in self.boxes]
+        return Route(self.shape[1:], tuple(boxes), owner)
 
     def everywhere(self, shape: Sequence[int]) -> Route:
         """Return the route of a tensor of another shape that the same owner sends whole to every rank."""
@@ -103,23 +110,52 @@ def default_cost(param: torch.Tensor) -> float:
     return float(param.numel() * min(param.shape[-2:]))
 
 
-def assign_owners(params: Sequence[DTensor], cost: Callable[[torch.Tensor], float]) -> list[int]:
-    """Return the global rank that owns each parameter.
+def assign_owners(
+    params: Sequence[DTensor],
+    cost: Callable[[torch.Tensor], float],
+    counts: Sequence[int] | None = None,
+    near: Callable[[int, int], Collection[int]] = lambda param, tensor: (),
+) -> list[list[int]]:
+    """Return the global ranks that own the tensors of each parameter: itself, or the matrices of a stack.
 
-    The most expensive parameters are assigned first, each to the rank of its mesh with the least load. Parameters on
-    more ranks are assigned before those on fewer, so the load is known on all ranks of the latter.
+    The most expensive tensors are assigned first, each to the rank of its mesh with the least load. Parameters on more
+    ranks are assigned before those on fewer, so the load is known on all ranks of the latter.
+
+    Args:
+        params: The parameters.
+        cost: A function that returns the cost of a parameter; the matrices of a stack share it equally.
+        counts: The number of tensors of each parameter; None: one each.
+        near: A function of a parameter's number and a tensor's, which returns the ranks that hold some of the tensor.
+            Of the ranks that own matrices of a stack, these are preferred, as nothing is sent to a rank that holds it.
     """
-    costs = [float(cost(param)) for param in params]
+    counts = counts or [1] * len(params)
+    costs = [float(cost(param)) / count for param, count in zip(params, counts)]
     ranks = [mesh_ranks(param) for param in params]
     busy: dict[tuple[int, ...], list[tuple[float, int]]] = {}
     load: dict[int, float] = {}
-    owners = [0] * len(params)
+    owners: list[list[int]] = [[] for _ in params]
     for i in sorted(range(len(params)), key=lambda i: (-len(ranks[i]), ranks[i], -costs[i], i)):
         if ranks[i] not in busy:
             busy[ranks[i]] = [(load.get(rank, 0.0), rank) for rank in ranks[i]]
             heapq.heapify(busy[ranks[i]])
-        before, owner = heapq.heappop(busy[ranks[i]])
-        heapq.heappush(busy[ranks[i]], (before + max(costs[i], math.ulp(1.0)), owner))
-        load[owner] = before + costs[i]
-        owners[i] = owner
+        for _ in range(counts[i]):
+            before, owner = busy[ranks[i]][0]
+            heapq.heapreplace(busy[ranks[i]], (before + max(costs[i], math.ulp(1.0)), owner))
+            load[owner] = before + costs[i]
+            owners[i].append(owner)
+        if counts[i] > 1:
+            owners[i] = _dealt([near(i, tensor) for tensor in range(counts[i])], owners[i])
     return owners
+
+
+def _dealt(near: Sequence[Collection[int]], owners: Sequence[int]) -> list[int]:
+    """Return ``owners`` in another order, in which as many as possible are among those that are ``near``."""
+    left = Counter(owners)
+    found: list[int | None] = []
+    for ranks in near:
+        owner = next((rank for rank in ranks if left[rank]), None)
+        if owner is not None:
+            left[owner] -= 1
+        found.append(owner)
+    others = iter(sorted(left.elements()))
+    return [next(others) if owner is None else owner for owner in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.engine.index import param_of
 from fsdp2.optim.whole.owners import Route, assign_owners, boxes_of, mesh_ranks
+from fsdp2.optim.whole.stacks import Stacks
 from fsdp2.sharding.boxes import Box, numel, whole
 from fsdp2.sharding.mesh import Axis, own_group
 from fsdp2.sharding.spec import on_this_rank
@@ -23,15 +25,23 @@ __all__ = ["Owned", "Ownership", "RankSet"]
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """One parameter, its route, and the index of this rank in the route."""
+    """What an optimizer steps on as a whole: a parameter, or one matrix of a parameter that is a stack of them.
+
+    ``key`` stands for it in steps and states: the parameter itself, or a tensor made for the matrix ``index``, of which
+    this rank's piece of the parameter has the row ``row`` (None if it has nothing of it). ``rank`` is this rank's index
+    in the route.
+    """
 
     param: Any
+    key: torch.Tensor
     route: Route
     rank: int
+    index: int | None = None
+    row: int | None = None
 
     @property
     def mine(self) -> bool:
-        """True if this rank owns the parameter."""
+        """True if this rank owns it."""
         return self.route.owner == self.rank
 
     @property
@@ -40,36 +50,65 @@ class Owned:
         return self.route.boxes[self.rank]
 
     @property
-    def holds_nothing(self) -> bool:
-        """True if this rank holds no element."""
-        return not numel(self.here)
-
-    @property
     def whole(self) -> Box:
-        """The box of the whole parameter."""
+        """The box of the whole tensor."""
         return whole(self.route.shape)
 
+    @property
+    def numel(self) -> int:
+        """The number of elements of the whole tensor."""
+        return math.prod(self.route.shape)
+
+    def of(self, local: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's box in ``local``, a tensor that is cut like the parameter; None if it holds nothing."""
+        if self.index is None:
+            return local
+        return None if self.row is None else local[self.row]
+
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for the whole tensor, with the strides of the parameter before it was sharded."""
-        device = on_this_rank(self.param).device
-        return torch.empty_strided(self.route.shape, self.param.stride(), dtype=dtype, device=device)
+        """Return memory for the whole tensor, with the strides that it had before it was sharded."""
+        device, strides = on_this_rank(self.param).device, self.param.stride()
+        return torch.empty_strided(self.route.shape, strides[-len(self.route.shape) :], dtype=dtype, device=device)
 
 
 class RankSet:
     """The parameters that lie on the same ranks, and the axis of these ranks in ascending order."""
 
-    def __init__(self, ranks: tuple[int, ...], params: Sequence[DTensor], owners: Sequence[int]) -> None:
-        self.ranks = ranks
+    def __init__(
+        self, ranks: tuple[int, ...], params: Sequence[DTensor], owners: Sequence[Sequence[int]], stacks: Stacks
+    ) -> None:
+        """``owners`` are the global ranks that own each parameter, or each of its matrices."""
+        self.ranks, self.params = ranks, params
         device_type = params[0].device_mesh.device_type
         self.axis = _axis(ranks, device_type)
         self.device = _device(device_type)
-        self.owned = []
-        for param, owner in zip(params, owners):
+        self.owned: list[Owned] = []
+        for param, own in zip(params, owners):
             boxes = boxes_of(param, f"use_full_params: a parameter of shape {tuple(param.shape)}")
-            self.owned.append(Owned(param, Route(tuple(param.shape), boxes, ranks.index(owner)), self.axis.rank))
+            by_index = [ranks.index(owner) for owner in own]
+            route = Route(tuple(param.shape), boxes, by_index[0])
+            if stacks.has(param):
+                self.owned += self._matrices(param, route, by_index, stacks)
+            else:
+                self.owned.append(Owned(param, param, route, self.axis.rank))
+        self.owned_of: dict[Any, list[Owned]] = {param: [] for param in params}
+        for owned in self.owned:
+            self.owned_of[owned.param].append(owned)
         # Of names and shapes in their order, which must be the same on all these ranks.
         described = [(tuple(param.shape), getattr(param_of(param), "name", "")) for param in params]
         self.digest = zlib.crc32(repr(described).encode()) >> 1
+
+    def new_axis(self, purpose: str) -> Axis:
+        """Return another axis of the same ranks, with a process group of its own. Every one of them must call this."""
+        return Axis.of_group(own_group(self.ranks, purpose), self.params[0].device_mesh.device_type)
+
+    def _matrices(self, param: DTensor, of_stack: Route, owners: Sequence[int], stacks: Stacks) -> Iterator[Owned]:
+        rank = self.axis.rank
+        first = of_stack.boxes[rank][0][0]
+        for index, (key, owner) in enumerate(zip(stacks.matrices_of(param), owners)):
+            route = of_stack.of_matrix(index, owner)
+            row = index - first if numel(route.boxes[rank]) else None
+            yield Owned(param, key, route, rank, index, row)
 
     def buckets(
         self, used: Sequence[tuple[Owned, torch.dtype]], limit: int
@@ -88,8 +127,9 @@ class RankSet:
                 nbytes, queue = 0, queues[owner]
                 while queue:
                     owned, dtype = queue[-1]
-                    nbytes += owned.param.numel() * (owned.param.dtype.itemsize + dtype.itemsize)
-                    if nbytes > limit and nbytes > owned.param.numel() * (owned.param.dtype.itemsize + dtype.itemsize):
+                    own = owned.numel * (owned.param.dtype.itemsize + dtype.itemsize)
+                    nbytes += own
+                    if nbytes > limit and nbytes > own:
                         break
                     bucket.append(queue.pop())
             yield bucket
@@ -98,26 +138,52 @@ class RankSet:
 class Ownership:
     """The owners of ``params``, in sets of parameters that lie on the same ranks: sets with more ranks first."""
 
-    def __init__(self, params: list[DTensor], cost: Callable[[torch.Tensor], float]) -> None:
+    def __init__(self, params: list[DTensor], cost: Callable[[torch.Tensor], float], stacks: Stacks) -> None:
         self._params = params
-        owners = assign_owners(params, cost)
+        counts = [len(stacks.matrices_of(param)) if stacks.has(param) else 1 for param in params]
+        owners = assign_owners(params, cost, counts, _holders_of_matrices(params))
         by_ranks: dict[tuple[int, ...], list[int]] = {}
         for i, param in enumerate(params):
             by_ranks.setdefault(mesh_ranks(param), []).append(i)
         ordered = sorted(by_ranks, key=lambda ranks: (-len(ranks), ranks))
         self.sets = [
-            RankSet(ranks, [params[i] for i in by_ranks[ranks]], [owners[i] for i in by_ranks[ranks]])
+            RankSet(ranks, [params[i] for i in by_ranks[ranks]], [owners[i] for i in by_ranks[ranks]], stacks)
             for ranks in ordered
         ]
-        self._owners: dict[Any, int] = dict(zip(params, owners))
+        self._owners: dict[Any, list[int]] = dict(zip(params, owners))
+        self._keys = {owned.key for ranks in self.sets for owned in ranks.owned}
 
     def is_of(self, params: list[DTensor]) -> bool:
         """Return True if the parameters are ``params``, in this order."""
         return len(params) == len(self._params) and all(map(_same, params, self._params))
 
-    def owner_of(self, param: Any) -> int | None:
-        """Return the global rank that owns ``param``, or None if it is not one of the parameters."""
-        return self._owners.get(param)
+    def owners_of(self, param: Any) -> list[int]:
+        """Return the global ranks that own ``param`` or its matrices; none if it is not one of the parameters."""
+        return sorted(set(self._owners.get(param, ())))
+
+    def __contains__(self, key: Any) -> bool:
+        """Return whether ``key`` is one of the parameters, or stands for a matrix of one."""
+        return key in self._owners or key in self._keys
+
+
+def _holders_of_matrices(params: Sequence[DTensor]) -> Callable[[int, int], list[int]]:
+    """Return a function of a parameter's number and a matrix of it, which returns the ranks that hold some of this."""
+    known: dict[int, list[list[int]]] = {}
+
+    def near(i: int, index: int) -> list[int]:
+        if i not in known:
+            param = params[i]
+            known[i] = [[] for _ in range(param.shape[0])]
+            for rank, box in zip(mesh_ranks(param), boxes_of(param, f"use_full_params: {tuple(param.shape)}")):
+                for row in range(*_range(box)):
+                    known[i][row].append(rank)
+        return known[i][index]
+
+    return near
+
+
+def _range(box: Box) -> tuple[int, int]:
+    return box[0][0], box[0][0] + box[0][1] if numel(box) else box[0][0]
 
 
 def _same(one: Any, other: Any) -> bool:

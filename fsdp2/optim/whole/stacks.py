@@ -1,7 +1,7 @@
 """Stacks of matrices (the experts of a layer in one parameter): an optimizer of whole matrices steps on each of them.
 
-Muon orthogonalizes matrices, so a parameter of three dimensions is a list of parameters to it. Their state is kept
-stacked: it has the parameter's shape, is sharded like the parameter in state dicts, and is handed out as views.
+Muon orthogonalizes matrices, so a parameter of three dimensions is a list of parameters to it. Each has an owner of its
+own, and state of its own. In state dicts the state is stacked: it has the parameter's shape, and is sharded like it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import nn, optim
 from fsdp2._torch.autograd import view_base
 from fsdp2.autograd.trees import map_leaves, take_apart
 from fsdp2.engine.index import param_of
-from fsdp2.engine.param import lend_gradient, parameter_like
+from fsdp2.engine.param import parameter_like
+from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["Stacks"]
 
@@ -31,6 +32,7 @@ class Stacks:
         self._stacked = stacked
         self._known: dict[torch.Tensor, bool] = {}
         self._matrices: dict[torch.Tensor, list[nn.Parameter]] = {}
+        self._stacks: dict[torch.Tensor, torch.Tensor] = {}  # of each matrix
 
     def has(self, param: torch.Tensor) -> bool:
         """Return whether ``param`` is a stack of matrices.
@@ -48,22 +50,17 @@ class Stacks:
             self._known[param] = found
         return self._known[param]
 
-    def lend(self, param: torch.Tensor, seen: torch.Tensor) -> list[nn.Parameter]:
-        """Return parameters that are the matrices of ``seen``, with their gradients: the same objects in every step."""
-        count = seen.shape[0]
+    def matrices_of(self, param: torch.Tensor) -> list[nn.Parameter]:
+        """Return the tensors that stand for the matrices of ``param``, always the same; they have no memory now."""
         if param not in self._matrices:
-            self._matrices[param] = [parameter_like(param, seen.detach().new_empty(0)) for _ in range(count)]
-        matrices, grad = self._matrices[param], seen.grad
-        for i, matrix in enumerate(matrices):
-            matrix.data = seen.data[i]
-            lend_gradient(matrix, None if grad is None else grad[i])
-        return matrices
+            empty = on_this_rank(param).detach().new_empty(0)
+            self._matrices[param] = [parameter_like(param, empty.new_empty(0)) for _ in range(param.shape[0])]
+            self._stacks.update(dict.fromkeys(self._matrices[param], param))
+        return self._matrices[param]
 
-    def take_back(self, param: torch.Tensor) -> None:
-        """Let go of the memory of what was lent."""
-        for matrix in self._matrices[param]:
-            lend_gradient(matrix, None)
-            matrix.data = matrix.data.new_empty(0)
+    def stack_of(self, key: torch.Tensor) -> torch.Tensor:
+        """Return the stack that ``key`` stands for a matrix of, else ``key``."""
+        return self._stacks.get(key, key)
 
     @staticmethod
     def cut_state(state: Any, index: int) -> Any:

@@ -16,6 +16,7 @@ from fsdp2.optim.whole import full_params
 from fsdp2.optim.whole.exchange import Layout
 from fsdp2.optim.whole.owners import assign_owners, boxes_of, default_cost
 from fsdp2.optim.whole.ownership import Ownership
+from fsdp2.optim.whole.stacks import Stacks
 from fsdp2.sharding.boxes import numel
 from tests.support.counting import Collectives
 from tests.support.fake import fake_mesh
@@ -39,11 +40,11 @@ def test_cost_is_even_or_the_largest_matrix(world):
     """No owner has more than a tenth above the mean, or than one matrix where that is more."""
     with fake_mesh(world) as mesh:
         params = sharded(mesh)
-        owners = assign_owners(params, default_cost)
+        owners = [owner for (owner,) in assign_owners(params, default_cost)]
         costs = [default_cost(p) for p in params]
         load = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(world)]
         assert max(load) <= max(1.1 * sum(load) / world, max(costs))
-        by_count = assign_owners(params, lambda p: 1.0)
+        by_count = [owner for (owner,) in assign_owners(params, lambda p: 1.0)]
         counts = [by_count.count(rank) for rank in range(world)]
         assert max(counts) - min(counts) <= 1
 
@@ -88,11 +89,37 @@ def test_bytes_collectives_and_buckets(world):
             assert whole <= 1 << 18
 
 
+def stacks(params: list[Any]) -> Stacks:
+    """Return the stacks among ``params``: those of three dimensions."""
+    return Stacks(torch.optim.SGD(params), lambda param: param.ndim == 3)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)])
+def test_matrices_of_a_stack_are_spread_evenly(world, placement):
+    """A stack has an owner for each matrix, as many for each rank, and a rank owns what it holds: one rank owned all.
+
+    Nothing is sent then if the experts are as many as ranks, or a multiple.
+    """
+    with fake_mesh(world) as mesh:
+        for count in (2 * world, 2 * world + 1):
+            params = sharded(mesh, [(count, 6, 8), (count, 8, 6)], (placement,))
+            (ranks,) = Ownership(params, default_cost, stacks(params)).sets
+            assert [owned.index for owned in ranks.owned] == [*range(count)] * 2
+            owners = [owned.route.owner for owned in ranks.owned]
+            held = [owners.count(rank) for rank in range(world)]
+            assert max(held) - min(held) <= 1
+            bucket = full_params._plan_bucket(ranks, [(owned, torch.float32) for owned in ranks.owned], set(params))
+            sent = bucket.inward.nbytes_sent + bucket.outward.nbytes_sent
+            assert (sent == 0) == (placement.dim == 0 and count == 2 * world) or count % world
+            assert sent <= 3 * sum(param.to_local().nbytes for param in params) + 16 * 3 * len(ranks.owned) * world
+
+
 def buckets(params: list[Any], limit: int) -> list[Any]:
     """Return the buckets of a step."""
-    (ranks,) = Ownership(params, default_cost).sets
+    (ranks,) = Ownership(params, default_cost, stacks(params)).sets
     used = [(owned, torch.float32) for owned in ranks.owned]
-    return [full_params._plan_bucket(ranks, bucket) for bucket in ranks.buckets(used, limit)]
+    return [full_params._plan_bucket(ranks, bucket, set(params)) for bucket in ranks.buckets(used, limit)]
 
 
 def test_hybrid_sharding_sends_no_more():
@@ -110,7 +137,8 @@ def test_layouts_of_two_ranks_match():
     found = {}
     for rank in range(3):
         with fake_mesh(3, rank=rank) as mesh:
-            (ranks,) = Ownership(sharded(mesh, [(5, 3), (2, 2), (7, 1)]), default_cost).sets
+            params = sharded(mesh, [(5, 3), (2, 2), (7, 1)])
+            (ranks,) = Ownership(params, default_cost, stacks(params)).sets
             routes = [owned.route for owned in ranks.owned]
             for inward in (True, False):
                 dtypes = [torch.float32, torch.bfloat16, torch.float32]

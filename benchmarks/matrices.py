@@ -1,0 +1,247 @@
+"""A Muon step on whole matrices: `use_full_params`, `overlap_backward`, torch's Muon, and owner placement.
+
+Modelled: the matrices of 32 layers of Llama 8B, and the experts of four layers of a mixture, float32, on 8, 64 and 512
+ranks of H100s. The code runs as it is on one simulated rank, the one with most to do. Pieces of matrices travel
+at the rate of a rank's own network link (37.5 GB/s between nodes). *Owner placement* keeps every matrix whole on one
+rank: its row is the time of the optimizer's kernels alone.
+
+Measured: a GPT on two and four gloo processes, whose matrices Muon trains. The candidates live in the same processes
+and take turns; ratios are medians of the ratios within a turn. *Alone* steps on the matrices that the rank owns, and
+sends nothing, as owner placement does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _common import arguments, candidates, markdown, median, publish, shard_units, spread
+from _llama import SHAPES, Shape
+from _models import GPT
+from _processes import LENGTH, batch, on_processes, turn_arguments
+from _simulated import torchs_streams
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import use_full_params
+from fsdp2.optim.whole.owners import assign_owners, default_cost
+from fsdp2.tools.forecast.clock import Clock
+from fsdp2.tools.forecast.cost import H100
+from fsdp2.tools.forecast.rank import simulated_rank
+
+WIDTH, LAYERS, WORLDS, RANKS = 384, 4, (2, 4), (8, 64, 512)
+NAMES = ("torch", "whole", "overlap", "alone")
+EXCHANGE = replace(H100, links=(H100.links[0], *(replace(one, bytes_per_second=37.5e9) for one in H100.links[1:])))
+"""Between nodes each rank has a link of its own. A ring shares it with the ranks of its node, an exchange does not."""
+
+
+# ---- modelled ----
+
+
+class Matrices(nn.Module):
+    """The matrices of one layer, and a scalar that all of them have gradients of."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        keys = shape.width // shape.heads * shape.kv_heads
+        sizes: list[tuple[int, ...]] = [(shape.width, shape.width)] * 2 + [(keys, shape.width)] * 2
+        feed = [(shape.hidden, shape.width)] * 2 + [(shape.width, shape.hidden)]
+        sizes += [(shape.experts, *one) for one in feed] if shape.experts else feed
+        self.matrices = nn.ParameterList(nn.Parameter(torch.empty(size)) for size in sizes)
+
+    def forward(self) -> Tensor:
+        return torch.stack([matrix.sum() for matrix in self.matrices]).sum()
+
+
+class Model(nn.Module):
+    """The layers."""
+
+    def __init__(self, shape: Shape, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Matrices(shape) for _ in range(layers))
+
+    def forward(self) -> Tensor:
+        return torch.stack([layer() for layer in self.layers]).sum()
+
+
+def muon(params: list[Any], whole: Callable[..., Any] | None = None, **options: Any) -> torch.optim.Optimizer:
+    """Muon of matrices, and of stacks of them, which its constructor refuses."""
+    optimizer = torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-3)
+    if whole is not None:
+        whole(optimizer, **options)
+    stacks = [param for param in params if param.ndim == 3]
+    if stacks:
+        optimizer.add_param_group({"params": stacks})
+    return optimizer
+
+
+def modelled(name: str, shape: Shape, layers: int, ranks: int) -> dict[str, float]:
+    """Milliseconds of a step, and the bytes that arrive at this rank in a step and in backward besides reductions."""
+    clock = Clock(H100 if name == "torch" else EXCHANGE)
+    fully_shard = candidates()["theirs" if name == "torch" else "ours"]
+    with torchs_streams(clock), simulated_rank({"shard": ranks}, clock) as mesh:
+        model = Model(shape, layers)
+        if name == "alone":
+            return {"ms": 1e3 * _alone(list(model.parameters()), ranks, clock)}
+        shard_units(model, model.layers, fully_shard, mesh)
+        way = {"overlap_backward": name == "overlap"}
+        optimizer = muon(list(model.parameters()), None if name == "torch" else use_full_params, **way)
+        found: dict[str, float] = {}
+        for _ in range(2):
+            clock.begin()
+            model().backward()
+            moved = _moved(clock, "all_to_all")
+            begin = clock.begin()
+            optimizer.step()
+            found = {"ms": 1e3 * (clock.now - begin), "backward": moved, "step": _moved(clock)}
+            optimizer.zero_grad()
+        return found
+
+
+def _moved(clock: Clock, kind: str = "") -> float:
+    return float(sum(span.nbytes for span in clock.spans if span.group and kind in span.kind))
+
+
+def _alone(params: list[Any], ranks: int, clock: Clock) -> float:
+    """Seconds of the kernels for the matrices that rank 0 owns of these plain tensors."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = nn.ParameterList(params)
+    candidates()["ours"](model, mesh=mesh)
+    sharded: list[Any] = list(model.parameters())
+    counts = [param.shape[0] if param.ndim == 3 else 1 for param in sharded]
+    owners = assign_owners(sharded, default_cost, counts)
+    mine = [
+        nn.Parameter(torch.empty(param.shape[-2:])) for param, own in zip(sharded, owners) for one in own if one == 0
+    ]
+    for param in mine:
+        param.grad = torch.empty_like(param)
+    optimizer = torch.optim.Muon(mine, lr=1e-3)
+    begin = 0.0
+    for _ in range(2):
+        begin = clock.begin()
+        optimizer.step()
+    return clock.now - begin
+
+
+def model_table(options: argparse.Namespace) -> tuple[str, list[Any]]:
+    """The table of models, and its data."""
+    lines, data = [], []
+    for title, kind, layers in (("Llama 8B", "8b", options.layers), ("experts", "moe", 4)):
+        for ranks in RANKS:
+            names = [name for name in NAMES if name != "torch" or kind != "moe"]
+            found = {name: modelled(name, SHAPES[kind], layers, ranks) for name in names}
+            data.append({"model": title, "ranks": ranks, **found})
+            alone = found["alone"]["ms"]
+            cells = [
+                f"{found[name]['ms']:.1f} ({found[name]['ms'] / alone:.2f})" if name in found else "" for name in NAMES
+            ]
+            sent = [f"{found[name]['step'] / 1e6:.0f}" for name in ("whole", "overlap")]
+            lines.append([title, str(ranks), *cells, *sent, f"{found['overlap']['backward'] / 1e6:.0f}"])
+    head = ["matrices", "ranks", "torch's Muon, ms", "use_full_params", "overlap_backward", "owner placement"]
+    head += ["MB of a step", "with overlap", "in backward"]
+    return markdown(head, lines), data
+
+
+# ---- measured ----
+
+
+class Candidate:
+    """A model, and a step of it."""
+
+    def __init__(self, name: str, world: int) -> None:
+        torch.manual_seed(0)
+        self.model: Any = GPT(WIDTH, LAYERS, LENGTH)
+        fully_shard = candidates()["theirs" if name == "torch" else "ours"]
+        shard_units(self.model, self.model.layers, fully_shard, init_device_mesh("cpu", (world,)))
+        matrices = [param for param in self.model.layers.parameters() if param.ndim == 2]
+        self._plain: list[tuple[Any, nn.Parameter]] = []
+        if name == "alone":
+            owners = assign_owners(matrices, default_cost)
+            mine = [param for param, (owner,) in zip(matrices, owners) if owner == dist.get_rank()]
+            self._plain = [(param, nn.Parameter(param.full_tensor())) for param in matrices]  # all ranks gather each
+            self._plain = [(param, whole) for param, whole in self._plain if any(param is one for one in mine)]
+            matrices = [whole for _, whole in self._plain]
+        self.optimizer = torch.optim.Muon(matrices, lr=1e-3)
+        if name in ("whole", "overlap"):
+            use_full_params(self.optimizer, overlap_backward=name == "overlap", bucket_mb=8)
+
+    def step(self, data: Tensor) -> dict[str, float]:
+        """Seconds of the backward and of the optimizer, and of the processor on all threads."""
+        loss = self.model(data)
+        for _, whole in self._plain:
+            whole.grad = torch.randn_like(whole)
+        processor, begin = time.process_time(), time.perf_counter()
+        loss.backward()
+        middle, between = time.perf_counter(), time.process_time()
+        self.optimizer.step()
+        end, after = time.perf_counter(), time.process_time()
+        self.model.zero_grad()
+        self.optimizer.zero_grad()
+        return {
+            "backward": middle - begin,
+            "optimizer": end - middle,
+            "both": end - begin,
+            "processor, optimizer": after - between,
+            "processor, both": after - processor,
+        }
+
+
+def worker(options: argparse.Namespace) -> dict[str, Any]:
+    """One of the processes: {candidate: [times of a step]}, and whether both of ours have come to the same weights."""
+    everyone = {name: Candidate(name, options.world) for name in NAMES}
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in NAMES}
+    for turn in range(options.warm + options.turns):
+        first = turn % len(NAMES)
+        for name in NAMES[first:] + NAMES[:first]:
+            dist.barrier()
+            found = everyone[name].step(batch(turn, options.rank, options.sequences))
+            dist.barrier()
+            if turn >= options.warm:
+                times[name].append(found)
+    pairs = zip(everyone["whole"].model.parameters(), everyone["overlap"].model.parameters())
+    return {"times": times, "equal": all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)}
+
+
+def measured_table(found: list[dict[str, Any]]) -> str:
+    """The table of times."""
+    lines = []
+    for world, one in zip(WORLDS, found):
+        times = one["times"]
+        for part in times["whole"][0]:
+            whole = [turn[part] for turn in times["whole"]]
+            cells = [f"{1e3 * median(whole):.0f} ms"]
+            for name in ("overlap", "torch", "alone"):
+                ratios = [turn[part] / base for turn, base in zip(times[name], whole)]
+                cells.append(f"{median(ratios):.2f} ({spread(ratios)})")
+            lines.append([str(world), part, *cells])
+        if not one["equal"]:
+            raise SystemExit(f"matrices: overlap_backward changes weights on {world} processes")
+    head = ["processes", "part", "use_full_params", "overlap_backward", "torch's Muon", "alone"]
+    return markdown(head, lines)
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = arguments(__doc__)
+    turn_arguments(parser, turns=15)
+    parser.add_argument("--layers", type=int, default=32, help="modelled layers of Llama 8B (default 32)")
+    parser.add_argument("--only", choices=("modelled", "measured"), help="leave the other table out")
+    options = parser.parse_args()
+    tables, data = [], {}
+    if options.rank is None and options.only != "measured":
+        text, data["modelled"] = model_table(options)
+        tables.append(f"Modelled, milliseconds of a step, in parentheses beside owner placement:\n\n{text}")
+    if options.only != "modelled":
+        found = on_processes(worker, options, WORLDS)
+        data["measured"] = [one["times"] for one in found]
+        tables.append(f"Measured, ratios to `use_full_params` of the same turn:\n\n{measured_table(found)}")
+    publish("matrices", "\n\n".join(tables), data, __doc__ or "", options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Gradients that go to the owners of their parameters while backward runs.
+
+A hook on each shard runs when its gradient is reduced, in the same order on all ranks. A few gradients at a time are
+sent to their owners; they stay on the shards as well. A step uses what has arrived, if the gradients on the shards are
+still those that were sent. It compares *fingerprints* of them, because no version counter shows a write through
+``.data`` or by ``torch._foreach_*``, which torch's own clipping uses. Others are sent again by the step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsdp2.autograd.hooks import hook_gradient
+from fsdp2.comm.streams import current_stream
+from fsdp2.optim import copies
+from fsdp2.optim.alike import local_gradient
+from fsdp2.optim.whole.exchange import Arriving, Layout
+from fsdp2.optim.whole.ownership import Owned, RankSet
+
+__all__ = ["EarlyGradients"]
+
+_PART = 8
+"""What is sent at once is this part of a bucket: it is small beside a unit, and on many ranks has many matrices."""
+_LAYOUTS = 64
+
+
+@dataclass
+class _Sent:
+    """A gradient that was sent: its fingerprint, and whether it was found to be another one since (a flag, 0-d)."""
+
+    fingerprint: torch.Tensor
+    changed: torch.Tensor
+
+    def compare(self, grad: torch.Tensor) -> None:
+        """Note whether ``grad`` is another one."""
+        found = _fingerprint(grad)
+        if found.shape != self.fingerprint.shape:
+            self.changed.fill_(1)
+        else:
+            self.changed += (found != self.fingerprint).any()
+
+
+class EarlyGradients:
+    """The gradients of the parameters of ``ranks`` that are at their owners before the step."""
+
+    def __init__(self, ranks: RankSet, bucket_bytes: int) -> None:
+        """Hook the shards. Every rank of ``ranks`` must call this."""
+        self._ranks = ranks
+        self._axis = ranks.new_axis("owners in backward")
+        self._limit = bucket_bytes // _PART * self._axis.size  # of whole gradients: what each rank sends is bounded
+        self._waiting: dict[Any, dict[Any, int]] = {}  # with their bytes, by the stream that they are on
+        self._sent: dict[Any, _Sent | None] = {}  # None: this rank had no gradient to send
+        self._wholes: dict[torch.Tensor, torch.Tensor] = {}
+        self._layouts: dict[Any, tuple[list[Owned], Layout]] = {}
+        self._arriving: tuple[Arriving, list[Owned], list[torch.Tensor | None]] | None = None
+        arrives = partial(self._arrives, weakref.ref(self))
+        self._handles = [hook_gradient(param, arrives) for param in ranks.params]
+        copies.keep(self)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- in backward ----
+
+    @staticmethod
+    def _arrives(early: weakref.ref[EarlyGradients], param: Any) -> None:
+        self = early()
+        if self is None or param not in self._ranks.owned_of:  # a deep copy has the hook as well
+            return
+        waiting = self._waiting.setdefault(current_stream(self._ranks.device), {})
+        waiting[param] = param.numel() * param.grad.itemsize
+        if sum(waiting.values()) >= self._limit:
+            params = [*waiting]
+            waiting.clear()
+            self._send(params)
+
+    @torch.no_grad()
+    def _send(self, params: list[Any]) -> None:
+        """Send the gradients of ``params`` to their owners, behind what is on the current stream."""
+        self._finish()
+        grads = [None if param.grad is None else local_gradient(param.grad, param) for param in params]
+        # The dtype is that of the reduction, the same on all ranks; a rank whose gradient was dropped sends anything.
+        dtypes = [param.dtype if grad is None else grad.dtype for param, grad in zip(params, grads)]
+        key = (*params, *dtypes)
+        if key not in self._layouts:
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = self._lay_out(params, dtypes)
+        owned, layout = self._layouts[key]
+        here = {
+            param: param.to_local().new_empty(param.to_local().shape, dtype=dtype) if grad is None else grad
+            for param, grad, dtype in zip(params, grads, dtypes)
+        }
+        wholes = [one.empty(dtype) if one.mine else None for one, dtype in zip(owned, layout.dtypes)]
+        arriving = layout.send([one.of(here[one.param]) for one in owned], [one.here for one in owned])
+        self._arriving = arriving, owned, wholes
+        for param, grad in zip(params, grads):
+            self._sent[param] = None if grad is None else _Sent(_fingerprint(grad), _zero(grad.device))
+        if self._axis.backend != "gloo":
+            self._finish()
+
+    def _lay_out(self, params: Sequence[Any], dtypes: Sequence[torch.dtype]) -> tuple[list[Owned], Layout]:
+        owned = [(one, dtype) for param, dtype in zip(params, dtypes) for one in self._ranks.owned_of[param]]
+        layout = Layout(
+            [one.route for one, _ in owned],
+            [dtype for _, dtype in owned],
+            self._axis,
+            self._ranks.device,
+            to_owner=True,
+        )
+        return [one for one, _ in owned], layout
+
+    def _finish(self) -> None:
+        """Wait for what is on its way, and put the gradients together; on a stream it is queued behind the sending."""
+        if self._arriving is not None:
+            arriving, owned, wholes = self._arriving
+            self._arriving = None
+            arriving.deliver(wholes, [one.whole for one in owned])
+            self._wholes.update({one.key: whole for one, whole in zip(owned, wholes) if whole is not None})
+
+    # ---- from backward to the step ----
+
+    def compare(self, params: Collection[int]) -> None:
+        """See ``copies.GradientCopies``."""
+        self._finish()
+        for param, sent in self._sent.items():
+            if sent is not None and id(param) in params and param.grad is not None:
+                sent.compare(local_gradient(param.grad, param))
+
+    def scale(self, params: Collection[int], scale: Callable[[list[torch.Tensor]], object]) -> None:
+        """See ``copies.GradientCopies``."""
+        alike: dict[torch.dtype, list[torch.Tensor]] = {}
+        for param, sent in self._sent.items():
+            if id(param) not in params or param.grad is None:
+                continue
+            if sent is not None:
+                sent.fingerprint = _fingerprint(local_gradient(param.grad, param))
+            for owned in self._ranks.owned_of[param]:
+                if owned.mine:
+                    whole = self._wholes[owned.key]
+                    alike.setdefault(whole.dtype, []).append(whole)
+        for wholes in alike.values():
+            scale(wholes)
+
+    def begin_step(self) -> torch.Tensor:
+        """Return a flag for each parameter: whether its gradient must be sent again, as far as this rank can tell."""
+        self._finish()
+        self._waiting.clear()
+        device = self._ranks.device
+        flags = []
+        for param in self._ranks.params:
+            sent = self._sent.get(param)
+            if sent is None or param.grad is None:
+                flags.append(_zero(device) + 1)
+            else:
+                sent.compare(local_gradient(param.grad, param))
+                flags.append(sent.changed.to(device))
+        return torch.stack(flags)
+
+    def take(self, owned: Owned) -> torch.Tensor | None:
+        """Return the whole gradient of ``owned`` on its owner, and let go of it."""
+        return self._wholes.pop(owned.key, None)
+
+    def end_step(self) -> None:
+        """Drop all gradients: the step has used them."""
+        self._sent.clear()
+        self._wholes.clear()
+
+
+def _zero(device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int32, device=device)
+
+
+def _fingerprint(values: torch.Tensor) -> torch.Tensor:
+    """Return numbers that differ if the bits of any element differ, or if elements have changed places.
+
+    The sum of bits shows the smallest change. A weighted sum shows what the first may miss: signs and places.
+    """
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+    rows = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
+    if not rows.numel():
+        return torch.zeros(1, dtype=bits, device=values.device)
+    weights = torch.arange(rows.shape[1], device=rows.device).mul_(0x9E3779B1).remainder_(1 << 20)
+    total = rows.view(bits).sum(dtype=torch.int64 if bits is torch.int64 else torch.int32)
+    weighted = torch.mv(rows, weights.to(rows.dtype).div_(1 << 20).add_(0.5))
+    return torch.cat([total.view(1).view(bits), weighted.view(bits)])

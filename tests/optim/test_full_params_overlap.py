@@ -1,0 +1,217 @@
+"""``use_full_params(overlap_backward=True)``: gradients are at their owners before the step, and results the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2.comm import collectives
+from fsdp2.optim.whole import exchange
+from tests.optim.test_full_params import Experts, on_mesh, rows, shard
+from tests.support.composition import composes
+from tests.support.parity import fulls, mesh_1d
+from tests.support.pool import on_ranks
+
+
+class Model(nn.Module):
+    """Uneven matrices, one of them smaller than the number of ranks, and a stack of five."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(6, 14, bias=False)
+        self.second = nn.Linear(14, 6, bias=False)
+        self.experts = Experts()
+        self.last = nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.experts(self.second(self.first(x).tanh())))
+
+
+class Run:
+    """A model, its optimizer, and what its steps send."""
+
+    def __init__(self, *, overlap: bool, mesh: Any = None, bucket_mb: float = 0.0005, **options: Any) -> None:
+        self.model = Model()
+        for unit in (self.model.first, self.model.second, self.model.experts, self.model):
+            fsdp2.fully_shard(unit, mesh=mesh or mesh_1d(), **options)
+        matrices = [param for param in self.model.parameters() if param.ndim == 2]
+        self.optimizer = fsdp2.use_full_params(
+            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1), bucket_mb=bucket_mb, overlap_backward=overlap
+        )
+        self.optimizer.add_param_group({"params": [self.model.experts.stack]})
+        self.scaler = fsdp2.ShardedGradScaler("cpu", init_scale=8.0)
+        self.sent = {"backward": 0, "step": 0}
+
+    @contextmanager
+    def counted(self, part: str) -> Iterator[None]:
+        """Count the bytes that this rank sends and receives."""
+        real = collectives.all_to_all_uneven
+
+        def counting(output: Tensor, sent: Tensor, *arguments: Any, **named: Any) -> Any:
+            self.sent[part] += sent.nbytes + output.nbytes
+            return real(output, sent, *arguments, **named)
+
+        with mock.patch.object(exchange, "all_to_all_uneven", counting):
+            yield
+
+    def backward(self, step: int, scale: float = 1.0) -> None:
+        """Run a backward."""
+        with self.counted("backward"):
+            (self.model(rows(step)).square().sum() * scale).backward()
+
+    def step(self) -> None:
+        """Step, and drop the gradients."""
+        with self.counted("step"):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def grads(self) -> list[Any]:
+        """The gradients of the shards."""
+        return [param.grad for param in self.model.parameters()]
+
+
+def _locals(run: Run) -> list[Tensor]:
+    return [grad.to_local() for grad in run.grads]
+
+
+def _scaler(run: Run) -> None:
+    run.scaler.scale(torch.ones(()))
+    run.scaler.unscale_(run.optimizer)
+    run.scaler.update()
+
+
+@torch.no_grad()
+def _swap_rows(run: Run) -> None:
+    for grad in _locals(run):
+        if grad.shape[0] > 1:
+            grad.copy_(grad.flip(0))
+
+
+@torch.no_grad()
+def _last_bit(run: Run) -> None:
+    grad = run.model.first.weight.grad.to_local()
+    grad.view(torch.int32)[0, 0] ^= 1
+
+
+BETWEEN: dict[str, Callable[[Run], object]] = {
+    "nothing": lambda run: None,
+    "clip_grad_norm_": lambda run: fsdp2.clip_grad_norm_(run.model.parameters(), 0.01),
+    "clipped twice": lambda run: [fsdp2.clip_grad_norm_(run.model.parameters(), max_norm) for max_norm in (1.0, 0.01)],
+    "ShardedGradScaler": _scaler,
+    "torch's clipping": lambda run: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01),
+    "_foreach_mul_": lambda run: torch._foreach_mul_(_locals(run), 0.5),
+    ".data": lambda run: [grad.data.mul_(0.5) for grad in run.grads],
+    "signs": lambda run: torch._foreach_neg_(_locals(run)),
+    "places": _swap_rows,
+    "one bit": _last_bit,
+    "a write, then clip_grad_norm_": lambda run: (
+        torch._foreach_neg_(_locals(run)),
+        fsdp2.clip_grad_norm_(run.model.parameters(), 0.01),
+    ),
+    "another backward": lambda run: run.backward(17),
+    "dropped, another backward": lambda run: (run.optimizer.zero_grad(), run.backward(17)),
+    "set to None by hand": lambda run: [
+        *(setattr(param, "grad", None) for param in run.model.parameters()),
+        run.backward(17),
+    ],
+    "replaced": lambda run: [
+        setattr(param, "grad", torch.ones_like(param.detach())) for param in run.model.parameters()
+    ],
+}
+KEPT = ("nothing", "clip_grad_norm_", "clipped twice", "ShardedGradScaler", "another backward")
+KEPT += ("dropped, another backward", "set to None by hand")
+"""What leaves the copies at the owners right."""
+
+
+@on_ranks(2, 3)
+@composes("sent in backward", "Muon", "clipping", "uneven", "accumulation")
+@pytest.mark.parametrize("between", list(BETWEEN))
+def test_whatever_happens_between_backward_and_step(rank, world, between):
+    """Weights and state are those of the step without it, bit for bit. The step sends gradients only where they were
+    changed in a way that nobody tells: no version counter of a DTensor shows torch's clipping, or a write to locals."""
+    plain, early = Run(overlap=False), Run(overlap=True)
+    for step in range(4):
+        for run in (plain, early):
+            run.sent = {"backward": 0, "step": 0}
+            run.backward(step)
+            BETWEEN[between](run)
+            run.step()
+        ours, theirs = (fulls(dict(enumerate(run.model.parameters()))) for run in (early, plain))
+        assert all(torch.equal(ours[i], theirs[i]) for i in ours), step
+        assert plain.sent["backward"] == 0 and (early.sent["backward"] > 0) == (step > 0)
+        if between in KEPT and step:
+            assert early.sent["step"] < plain.sent["step"], step
+        elif between != "one bit" and rank == 0:
+            assert early.sent["step"] == plain.sent["step"]
+    saved = [run.optimizer.state_dict()["state"] for run in (early, plain)]
+    for index, entry in saved[1].items():
+        for name, value in entry.items():
+            other = saved[0][index][name]
+            assert torch.equal(other.to_local(), value.to_local()) if isinstance(value, DTensor) else other == value
+
+
+@on_ranks(4)
+@composes("sent in backward", "Muon", "clipping", "hybrid sharding")
+@composes("sent in backward", "Muon", "clipping", "over replicas", "hybrid sharding")
+@composes("sent in backward", "Muon", "clipping", "tensor parallel")
+@composes("sent in backward", "Muon", "clipping", "shard dim")
+@composes("sent in backward", "Muon", "clipping", "CPU offload")
+@pytest.mark.parametrize("kind", ["hybrid", "over replicas", "tensor parallel", "columns", "offloaded"])
+def test_meshes(rank, world, kind):
+    """Copies on the replicate axis, pieces of pieces, other cuts, shards on the host: the same steps."""
+    models = [on_mesh(kind) for _ in range(2)]
+    for model, overlap in zip(models, (False, True), strict=True):
+        optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+        fsdp2.use_full_params(optimizer, overlap_backward=overlap, bucket_mb=0.0005)
+        for step in range(3):
+            model(rows(step)).square().sum().backward()
+            fsdp2.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    plain, early = (fulls(dict(enumerate(model.parameters()))) for model in models)
+    assert all(torch.equal(plain[i], early[i]) for i in plain)
+
+
+@on_ranks(2)
+def test_copies_of_models_and_more_groups(rank, world):
+    """A deep copy of the model sends nothing, though it has the hooks; a new group of parameters is sent as well."""
+    run = Run(overlap=True)
+    run.backward(0)
+    run.step()
+    copied = copy.deepcopy(run.model)
+    with run.counted("backward"):
+        copied(rows(1)).sum().backward()
+    assert run.sent["backward"] == 0
+    other = shard(nn.Sequential(nn.Linear(6, 6, bias=False)), mesh_1d())
+    run.optimizer.add_param_group({"params": list(other.parameters())})
+    for step in range(2):
+        with run.counted("backward"):
+            other(rows(step)).square().sum().backward()
+        assert (run.sent["backward"] > 0) == (step > 0)
+        run.step()
+
+
+@on_ranks(2)
+def test_a_parameter_without_a_gradient(rank, world):
+    """A backward that does not use a matrix leaves it alone, and the next step does not take an old gradient of it."""
+    plain, early = Run(overlap=False), Run(overlap=True)
+    for step in range(4):
+        for run in (plain, early):
+            if step == 2:
+                run.model.second(run.model.first(rows(step)).tanh()).square().sum().backward()
+            else:
+                run.backward(step)
+            run.step()
+    ours, theirs = (fulls(dict(enumerate(run.model.parameters()))) for run in (early, plain))
+    assert all(torch.equal(ours[i], theirs[i]) for i in ours)

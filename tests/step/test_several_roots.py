@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2._trace import listening
 from tests.support import api
+from tests.support.composition import composes
 from tests.support.parity import SEED, assert_gradients, mesh_1d, sharded, stack
 from tests.support.pool import on_ranks
 
@@ -194,3 +196,86 @@ def test_a_teacher_with_a_root_of_its_own(rank, world, checkpointed, where):
     for layer in teachers[0]:
         layer.reshard()
     assert_gradients(*teachers)
+
+
+def tower() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+
+def trained_in_turn(actor: Any, critic: Any) -> list[torch.Tensor]:
+    """Train a critic, then an actor by what the critic says; return the losses."""
+    losses = []
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False) for model in (actor, critic)]
+    for step in range(3):
+        states = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        (critic(states) - 1).square().mean().backward()
+        fsdp2.clip_grad_norm_(critic.parameters(), 0.1)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        handle = critic[0].unshard(async_op=True) if isinstance(critic, fsdp2.FSDPModule) else None
+        actions = actor(states)
+        if handle is not None:
+            handle.wait()
+        loss = -critic(actions).mean()
+        loss.backward()
+        fsdp2.clip_grad_norm_([*actor.parameters(), *critic.parameters()], 0.1)
+        if handle is not None:
+            critic[0].reshard()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@on_ranks(1, 2)
+@composes("several roots", "Adam", "clipping")
+@pytest.mark.parametrize("share", [False, True])
+def test_models_that_are_trained_in_turn(rank, world, share):
+    """Two roots with losses and optimizers of their own; the loss of one goes through the other, whose first unit is
+    gathered while the first model computes. If they share lanes, the larger root's limit holds for both."""
+    torch.manual_seed(SEED)
+    alone = nn.ModuleList([tower(), tower()])
+    alone[1].append(nn.Linear(8, 64))
+    both: Any = copy.deepcopy(alone)
+    for model in both:
+        for unit in (*model, model):
+            fsdp2.fully_shard(unit, mesh=mesh_1d())
+    if share:
+        fsdp2.share_comm_ctx([*both])
+    torch.testing.assert_close(torch.stack(trained_in_turn(*both)), torch.stack(trained_in_turn(*alone)))
+    for sharded_param, param in zip(both.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(sharded_param.full_tensor(), param)
+    comms = [model._get_fsdp_state().root.comm for model in both]
+    assert (comms[0] is comms[1]) == share
+    largest = [max(group.store.full_bytes for group in model._get_fsdp_state().root.groups) for model in both]
+    assert largest[0] < largest[1]
+    assert [comm.largest_bytes for comm in comms] == (largest if not share else largest[1:] * 2)
+
+
+class Towers(nn.Module):
+    """Two models under one root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = tower(), tower()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.image(x) @ self.text(x).T
+
+
+@on_ranks(2)
+def test_one_root_gathers_ahead_across_its_models(rank, world):
+    """As docs/several_roots.md says: under one root each tower is gathered while the other one computes."""
+    torch.manual_seed(SEED)
+    towers: Any = Towers()
+    for unit in (*towers.image, *towers.text, towers):
+        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    found: list[tuple[str, str]] = []
+    for _ in range(2):
+        with listening(lambda event, name: found.append((event, name))):
+            found.clear()
+            towers(torch.ones(2, 8)).sum().backward()
+    assert found.index(("unshard", "text.0")) < found.index(("post_forward", "image.2"))
+    backward = found[found.index(("pre_backward", "text.2")) :]
+    assert backward.index(("unshard", "image.2")) < backward.index(("post_backward", "text.0"))

@@ -240,6 +240,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "the new weights are those of one process, bit for bit": (
             OPTIM + "test_full_params.py::test_steps_are_those_of_one_process",
         ),
+        "and results are the same bit for bit": (
+            OPTIM + "test_full_params_overlap.py::test_whatever_happens_between_backward_and_step",
+        ),
         "reading a value raises an error that names the owner": (
             OPTIM + "test_full_params.py::test_state_of_others_says_where_it_is",
         ),

@@ -477,6 +477,15 @@ def state_that_cannot_be_cut(rank: int) -> Iterator[Call]:
     trained(after, fsdp2.use_full_params(torch.optim.Adafactor(after.parameters())))
 
 
+@remedy("optimizer that takes batches of matrices. Leave batched out")
+def batches_for_muon(rank: int) -> Iterator[Call]:
+    """It is left out."""
+    module = model()
+    matrices = [param for param in module.parameters() if param.ndim == 2]
+    yield lambda: fsdp2.use_full_params(torch.optim.Muon(matrices), batched=True)
+    trained(module, fsdp2.use_full_params(torch.optim.Muon(matrices)))
+
+
 @remedy("optimizer's state and load a full state dict with torch.distributed.checkpoint.state_dict.")
 def state_that_is_not_sharded(rank: int) -> Iterator[Call]:
     """The function that is named."""

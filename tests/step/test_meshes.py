@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from functools import partial
@@ -163,7 +164,6 @@ NAMES = {
 
 @api.fsdp2_only
 @on_ranks(2)
-@composes("context parallel")
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_of_dimensions_say_what_they_are_for(rank, world, kind):
     """A mesh of (shard, context parallel) was read as (replicate, shard), without a word: more memory than was meant,
@@ -185,3 +185,29 @@ def test_names_of_dimensions_say_what_they_are_for(rank, world, kind):
                 module = fsdp2.fully_shard(stack(), mesh=eval(remedy, {"mesh": mesh}))
             module(torch.ones(2, 8)).sum().backward()
             assert module[0].weight.placements == (Shard(0),) and module[0].weight.device_mesh.size() == world
+
+
+@api.fsdp2_only
+@on_ranks(4)
+@composes("context parallel", "SGD")
+def test_ranks_with_parts_of_the_same_sequences(rank, world):
+    """One dimension over data-parallel and context-parallel ranks: the loss of all tokens is the mean of the ranks'."""
+    torch.manual_seed(0)
+    alone = stack()
+    module = copy.deepcopy(alone)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+    flat = mesh._flatten("dp_shard_cp")
+    for unit in (*module, module):
+        fsdp2.fully_shard(unit, mesh=flat)
+    sequences = torch.randn(2, 6, 8)
+    data, context = mesh["dp_shard"].get_local_rank(), mesh["cp"].get_local_rank()
+    mine = sequences[data, 3 * context : 3 * context + 3]
+    for model, tokens in ((module, mine), (alone, sequences)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for sharded, whole in zip(module.parameters(), alone.parameters(), strict=True):
+        assert sharded.device_mesh.size() == world
+        torch.testing.assert_close(sharded.full_tensor(), whole.detach())

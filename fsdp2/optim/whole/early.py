@@ -187,9 +187,9 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
     if values.is_complex():
         values = torch.view_as_real(values)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
-    rows = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
-    if not rows.numel():
+    if not values.numel():
         return torch.zeros(1, dtype=bits, device=values.device)
+    rows = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
     weights = torch.arange(rows.shape[1], device=rows.device).mul_(0x9E3779B1).remainder_(1 << 20)
     total = rows.view(bits).sum(dtype=torch.int64 if bits is torch.int64 else torch.int32)
     weighted = torch.mv(rows, weights.to(rows.dtype).div_(1 << 20).add_(0.5))

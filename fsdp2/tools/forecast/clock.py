@@ -181,7 +181,12 @@ class Clock(TorchDispatchMode):
         return self._current[-1].time
 
     def launched(self, what: tuple[str, str], axis: Any, nbytes: int, began: Any, work: Any) -> None:
-        """Let compute continue during the collective that was just started, if the host waits for ``work`` later."""
+        """Let compute continue during the collective that was just started, if the host waits for ``work`` later.
+
+        Exchanges of matrices are shown on a lane of their own, also where they share the stream of reductions.
+        """
+        if what[0] == "exchange":
+            self.spans[-1] = replace(self.spans[-1], lane=what[0])
         if axis.backend == "gloo" and work is not None:
             self.spans[-1] = replace(self.spans[-1], lane=what[0])
             self._works[id(work)] = work, self.spans[-1].end

@@ -18,6 +18,7 @@ COLOURS = {
     "gather": "#54a59f",
     "reduce": "#f2a541",
     "replicate": "#9d6fb0",
+    "exchange": "#8c6d46",
     "copies": "#888888",
 }
 OTHER = "#c2577e"  # other lanes, such as tensor parallelism
@@ -64,7 +65,7 @@ def draw_lanes(axes: Any, spans: Sequence[Span], exposed: Sequence[Exposed], sta
 
 
 def _row(lane: str) -> tuple[int, str]:
-    order = (UNITS, COMPUTE, "gather", "reduce", "replicate")
+    order = (UNITS, COMPUTE, "gather", "reduce", "replicate", "exchange")
     return (order.index(lane) if lane in order else len(order)), lane
 
 

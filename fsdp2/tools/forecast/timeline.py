@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -192,8 +193,8 @@ def on_one_clock(timelines: Sequence[Timeline], met: Sequence[Sequence[float]]) 
 
 
 def axis_name(group: dist.ProcessGroup) -> str:
-    """Return the name of the mesh dimension that ``group`` was made for, or "world"."""
-    name = group.group_desc.removeprefix("mesh_")
+    """Return the name of the mesh dimension that ``group`` was made for, the purpose of one of our own, or "world"."""
+    name = _OWN_GROUP.sub(r"\1", group.group_desc.removeprefix("mesh_"))
     return "world" if name in ("", "default_pg", "undefined") else name
 
 
@@ -210,6 +211,7 @@ def lane_names(spans: Iterable[Span]) -> dict[str, str]:
     return names
 
 
+_OWN_GROUP = re.compile(r"^fsdp2_(.+)_[0-9a-f]{40}_\d+$")  # as ``own_group`` names them
 _PURPOSES = {"all_gather": "gather", "reduce_scatter": "reduce", "all_to_all": "reduce", "all_reduce": "replicate"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -279,3 +280,31 @@ def test_one_root_gathers_ahead_across_its_models(rank, world):
     assert found.index(("unshard", "text.0")) < found.index(("post_forward", "image.2"))
     backward = found[found.index(("pre_backward", "text.2")) :]
     assert backward.index(("unshard", "image.2")) < backward.index(("post_backward", "text.0"))
+
+
+def towers_on(mesh: Any, kind: str) -> tuple[Any, torch.optim.Optimizer]:
+    """Return two towers that are two roots, two that share lanes, or one root, and an optimizer."""
+    model: Any = Towers()
+    roots = [model] if kind == "one" else [model.image, model.text]
+    for tower_of in (model.image, model.text):
+        for i in range(len(tower_of)):
+            tower_of[i] = fsdp2.fully_shard(nn.Linear(2048, 2048, bias=False), mesh=mesh)
+    for root in roots:
+        fsdp2.fully_shard(root, mesh=mesh)
+    if kind == "shared":
+        fsdp2.share_comm_ctx(roots)
+    return model, torch.optim.SGD(model.parameters())
+
+
+def test_what_several_roots_reserve():
+    """Roots that share lanes give each other memory, and one root keeps one unit between forward and backward."""
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.empty(8, 2048)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    kinds = ("apart", "shared", "one")
+    found = [fsdp2.forecast(partial(towers_on, kind=kind), step, mesh={"shard": 8}) for kind in kinds]
+    apart, shared, one = (result.reserved_bytes for result in found)
+    assert apart > shared > one, (apart, shared, one)

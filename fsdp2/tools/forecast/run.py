@@ -56,7 +56,7 @@ def forecast(
         mesh: The number of ranks along each dimension, such as ``{"replicate": 4, "shard": 16}``.
         hardware: The constants of the cost model, which estimates times.
         backend: "nccl", or "gloo" for CPUs, which have no streams.
-        rank: The rank to forecast. Ranks differ only in uneven shards.
+        rank: The rank to forecast. Ranks differ only in uneven shards, and in the whole parameters that they own.
         steps: The number of steps to run. The last one is measured, because optimizers make their state in the first.
         progress: A function that is called often, with a text that describes the current phase.
         beside: "torch" runs the same functions again with torch's own ``fully_shard``, and tables show both; the

@@ -61,6 +61,7 @@ __all__ = [
     "versions_of",
     "with_inner_tensors",
     "without_dispatch",
+    "wrapper_of",
 ]
 
 # One kernel packs gradients into one row per rank, padded and cast.
@@ -203,6 +204,16 @@ local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor
 def local_tensors(tensors: Iterable[Any]) -> list[Any]:
     """Return the local tensor of each DTensor, and other values unchanged; fast for thousands of them."""
     return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+
+
+def wrapper_of(cls: type[Any], tensor: torch.Tensor) -> Any:
+    """Return an empty tensor of ``cls`` with the metadata of ``tensor``; no public function makes one.
+
+    ``cls`` keeps tensors inside, and has no memory itself.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        cls, tensor.size(), strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
 
 
 def dtensor_specs(tensors: Iterable[Any]) -> list[DTensorSpec | None]:

@@ -269,8 +269,9 @@ def is_collective(name: str) -> bool:
 
 def streams(source: Source) -> list[str]:
     """Stream primitives are used in comm/streams.py only; a forecast's own streams have their names, the check watches
-    them, and annotations may name their types."""
-    if source.path in ("fsdp2/comm/streams.py", "fsdp2/tools/forecast/clock.py", "fsdp2/tools/check/ordering.py"):
+    them and has a program with a stream of its own, and annotations may name their types."""
+    tools = ("forecast/clock.py", "check/ordering.py", "check/on_streams.py")
+    if source.path in ("fsdp2/comm/streams.py", *(f"fsdp2/tools/{tool}" for tool in tools)):
         return []
     found = [n for n in source.nodes if isinstance(n, ast.Attribute) and n.attr in STREAMS]
     complaints = [source.at(node, f"uses the stream primitive {node.attr}") for node in found]

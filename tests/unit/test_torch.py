@@ -272,6 +272,25 @@ def test_a_dtensor_has_its_local_tensor_until_it_is_swapped() -> None:
         assert _torch.local_tensor(first) is pieces[1]
 
 
+class _Wrapped(torch.Tensor):
+    """A tensor class that keeps another tensor inside."""
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> _Wrapped:
+        return _torch.wrapper_of(cls, tensor)
+
+    @classmethod
+    def __torch_dispatch__(cls, *unused: Any) -> Any:
+        raise AssertionError("no operator is called")
+
+
+@probes("wrapper_of")
+def test_a_wrapper_has_the_metadata_of_its_tensor() -> None:
+    wrapped = _Wrapped(torch.zeros(2, 3, dtype=torch.float64).t())
+    assert type(wrapped) is _Wrapped and wrapped.dtype is torch.float64
+    assert wrapped.shape == (3, 2) and wrapped.stride() == (1, 3) and wrapped.untyped_storage().nbytes() == 48
+
+
 @probes("set_versions", "uncount_write", "versions_of")
 def test_changes_in_place_are_counted_also_through_views_and_dtensors() -> None:
     tensor = torch.zeros(4)

@@ -9,7 +9,8 @@ tasks        the table of all tasks, in order
 forecasted   a forecast of the measured step, with constants fitted to this machine
 measure      memory, time and host work of a model of a real size, beside torch's own
 cases        the table of small models whose training must be right
-strict       small models again, with freed memory overwritten, with streams watched
+strict       small models again, with freed memory overwritten
+on_streams   small models again, with streams watched
 trial        compares three training steps with fsdp2, with torch's own and in one process
 models       the models
 ordering     watches which kernels use memory that another stream still uses

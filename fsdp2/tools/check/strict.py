@@ -1,4 +1,4 @@
-"""Small models under harder conditions: overwritten memory, watched streams, and a test for memory that stays."""
+"""Small models under harder conditions: overwritten memory, and a test for memory that stays."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.forecast import TorchDispatchMode, key_of, storage_key
 from fsdp2._torch.tensors import local_tensor
-from fsdp2.compression.policy import CompressionPolicy
-from fsdp2.optim.offload import offload_optimizer_state
 from fsdp2.tools.check.models import Small
-from fsdp2.tools.check.ordering import Ordering
+from fsdp2.tools.check.on_streams import streams
 from fsdp2.tools.check.place import Outcome, Place
 from fsdp2.tools.check.trial import MIXED, Trial, loss_of, shard
 from fsdp2.tools.forecast.cost import tensors_in
@@ -34,8 +32,6 @@ __all__ = [
     "freed_memory",
     "kept_memory",
     "settled",
-    "streams",
-    "watched",
 ]
 
 POLICIES = {"float32": MixedPrecisionPolicy(), "mixed": MIXED}
@@ -91,62 +87,6 @@ def freed_memory(place: Place) -> Outcome:
             strict = trial.train(trial.sharded(Small, prepare), f"{name}, memory overwritten")
         trial.compare(f"memory as it is ({name})", strict, usual, 0.0, exact=True)
     return trial.outcome()
-
-
-def streams(place: Place) -> Outcome:
-    """no kernel uses memory that another stream still uses"""
-    return watched(place, Ordering) if place.cuda else Outcome("skipped", "needs a GPU")
-
-
-BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-INT8 = CompressionPolicy(torch.int8, torch.int8, torch.int8, block=16, min_numel=512)
-_STATE = "state on the host"
-ON_STREAMS: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "mixed": {"mp_policy": MIXED},
-    "bfloat16": {"mp_policy": BF16},
-    "in pairs": {"reshard_after_forward": 2, "mp_policy": MIXED},
-    "compressed": {"compression": INT8},
-    "offloaded": {"offload_policy": CPUOffloadPolicy()},
-    _STATE: {"mp_policy": MIXED},
-    "hybrid": {"copies": 2, "mp_policy": MIXED},
-    "hybrid, bfloat16": {"copies": 2, "mp_policy": BF16},
-    "hybrid, compressed": {"copies": 2, "compression": INT8, "mp_policy": MIXED},
-    "over replicas": {"copies": 2, "shard_over_replicas": True, "mp_policy": MIXED},
-}
-"""Options that use other lanes, or the same lanes otherwise; ``copies`` is the number of replicas."""
-
-
-def watched(place: Place, watcher: Callable[[], Any]) -> Outcome:
-    """Train in contexts whose ``mistakes`` name what is not ordered."""
-    trial = Trial(place)
-    for name, options in ON_STREAMS.items():
-        if name in ("offloaded", _STATE) and not place.cuda:
-            continue  # shards and state are on the host in any case
-        copies = options.get("copies", 1)
-        if place.world % 2 and (copies > 1 or name == "in pairs"):
-            continue
-        mesh = trial.mesh() if copies == 1 else trial.mesh(copies, place.world // copies, names=("replicate", "shard"))
-        options = {option: value for option, value in options.items() if option != "copies"}
-        model = trial.sharded(Small, partial(shard, mesh=mesh, **options))
-        if copies > 1:
-            model.set_transfer_sizes(direct_param_bytes=0)  # as parameters of a usual size
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=False)
-        if name == _STATE:
-            offload_optimizer_state(optimizer, bucket_mb=1 / 1024)  # several buckets
-        with watcher() as watching:
-            for step in range(3):
-                place.doing(f"{name}, step {step + 1}")
-                rows = trial.rows(step, model.width).chunk(trial.data[1])[trial.data[0]]
-                loss_of(model(rows)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                with torch.no_grad():
-                    model(rows)
-            place.wait()
-        if watching.mistakes:
-            return Outcome("wrong", f"{name}: {watching.mistakes[0]}")
-    return Outcome("right")
 
 
 def kept_memory(place: Place) -> Outcome:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.tools.check.models import Small
+from fsdp2.tools.check.on_streams import watched
 from fsdp2.tools.check.place import Outcome, Place
-from fsdp2.tools.check.strict import filled_memory, watched
+from fsdp2.tools.check.strict import filled_memory
 from fsdp2.tools.check.trial import Trial, loss_of, shard
 from tests.support import api
 from tests.support.fake import fake_mesh

@@ -1,9 +1,13 @@
 """Gradients that go to the owners of their parameters while backward runs.
 
-A hook on each shard runs when its gradient is reduced, in the same order on all ranks. A few gradients at a time are
-sent to their owners; they stay on the shards as well. A step uses what has arrived, if the gradients on the shards are
-still those that were sent. It compares *fingerprints* of them, because no version counter shows a write through
-``.data`` or by ``torch._foreach_*``, which torch's own clipping uses. Others are sent again by the step.
+A hook on each shard runs when its gradient is reduced, in the same order on all ranks that reduce it together. A few
+gradients at a time are sent to their owners; they stay on the shards as well. A step uses what has arrived, if the
+gradients on the shards are still those that were sent. It compares *fingerprints* of them, because no version counter
+shows a write through ``.data`` or by ``torch._foreach_*``, which torch's own clipping uses. Others are sent again by
+the step.
+
+Ranks along a dimension of tensor parallelism do not reduce together. If their pieces have different sizes, so have the
+chunks, and the order of hooks may be another. So the step alone sends such gradients.
 """
 
 from __future__ import annotations
@@ -18,10 +22,13 @@ import torch
 
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.comm.streams import current_stream
+from fsdp2.engine.index import param_of
 from fsdp2.optim import copies
 from fsdp2.optim.alike import local_gradient
 from fsdp2.optim.whole.exchange import Arriving, Layout
 from fsdp2.optim.whole.ownership import Owned, RankSet
+from fsdp2.sharding.mesh import listed_ranks
+from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["EarlyGradients"]
 
@@ -54,14 +61,21 @@ class EarlyGradients:
         self._ranks = ranks
         self._axis = ranks.new_axis("owners in backward")
         self._limit = bucket_bytes // _PART * self._axis.size  # of whole gradients: what each rank sends is bounded
-        self._waiting: dict[Any, dict[Any, int]] = {}  # with their bytes, by the stream that they are on
+        # By the stream that they are on, with the dtypes that they have come in, which are the same on all ranks.
+        self._waiting: dict[Any, dict[Any, torch.dtype]] = {}
         self._sent: dict[Any, _Sent | None] = {}  # None: this rank had no gradient to send
         self._wholes: dict[torch.Tensor, torch.Tensor] = {}
         self._layouts: dict[Any, tuple[list[Owned], Layout]] = {}
         self._arriving: tuple[Arriving, list[Owned], list[torch.Tensor | None]] | None = None
         arrives = partial(self._arrives, weakref.ref(self))
-        self._handles = [hook_gradient(param, arrives) for param in ranks.params]
+        self._handles = [hook_gradient(param, arrives) for param in ranks.params if self._comes_alike(ranks, param)]
         copies.keep(self)
+
+    @staticmethod
+    def _comes_alike(ranks: RankSet, param: Any) -> bool:
+        """Return whether all ranks of ``param`` reduce its gradient together."""
+        shard = param_of(param)
+        return shard is not None and tuple(sorted(listed_ranks(shard.group.mesh.mesh))) == ranks.ranks
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -76,19 +90,23 @@ class EarlyGradients:
         if self is None or param not in self._ranks.owned_of:  # a deep copy has the hook as well
             return
         waiting = self._waiting.setdefault(current_stream(self._ranks.device), {})
-        waiting[param] = param.numel() * param.grad.itemsize
-        if sum(waiting.values()) >= self._limit:
-            params = [*waiting]
+        waiting[param] = param.grad.dtype
+        if sum([one.numel() * dtype.itemsize for one, dtype in waiting.items()]) >= self._limit:
+            params, dtypes = [*waiting], [*waiting.values()]
             waiting.clear()
-            self._send(params)
+            self._send(params, dtypes)
 
     @torch.no_grad()
-    def _send(self, params: list[Any]) -> None:
-        """Send the gradients of ``params`` to their owners, behind what is on the current stream."""
+    def _send(self, params: list[Any], dtypes: list[torch.dtype]) -> None:
+        """Send the gradients of ``params`` to their owners, behind what is on the current stream.
+
+        A rank whose gradient was dropped or replaced meanwhile sends anything.
+        """
         self._finish()
-        grads = [None if param.grad is None else local_gradient(param.grad, param) for param in params]
-        # The dtype is that of the reduction, the same on all ranks; a rank whose gradient was dropped sends anything.
-        dtypes = [param.dtype if grad is None else grad.dtype for param, grad in zip(params, grads)]
+        grads = [
+            local_gradient(param.grad, param) if param.grad is not None and param.grad.dtype == dtype else None
+            for param, dtype in zip(params, dtypes)
+        ]
         key = (*params, *dtypes)
         if key not in self._layouts:
             if len(self._layouts) >= _LAYOUTS:
@@ -96,7 +114,7 @@ class EarlyGradients:
             self._layouts[key] = self._lay_out(params, dtypes)
         owned, layout = self._layouts[key]
         here = {
-            param: param.to_local().new_empty(param.to_local().shape, dtype=dtype) if grad is None else grad
+            param: torch.empty_like(on_this_rank(param), dtype=dtype) if grad is None else grad
             for param, grad, dtype in zip(params, grads, dtypes)
         }
         wholes = [one.empty(dtype) if one.mine else None for one, dtype in zip(owned, layout.dtypes)]

@@ -246,6 +246,9 @@ def full_steps(mesh: DeviceMesh) -> None:
     model = sharded(mesh)
     train(model, optimizer=fsdp2.use_full_params(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
     train(model, optimizer=fsdp2.use_local_shards(torch.optim.AdamW(model.parameters())))
+    early = fsdp2.use_full_params(torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=0.01, overlap_backward=True)
+    for _ in range(3):
+        train(model, optimizer=early)
 
 
 def state_on_the_host(mesh: DeviceMesh) -> None:

@@ -192,6 +192,22 @@ def test_meshes(rank, world, kind):
 
 
 @on_ranks(2)
+def test_what_is_left_is_sent_with_the_last_gradient(rank, world):
+    """Gradients that do not fill a part of a bucket were left to the step, also those of the first layers of a large
+    model on many ranks. They are sent when the last of those has come that the step before had."""
+    run = Run(overlap=True, bucket_mb=64.0)
+    for step in range(3):
+        run.sent = {"backward": 0, "step": 0}
+        run.backward(step)
+        assert (run.sent["backward"] > 0) == (step > 0)
+        run.step()
+        if step == 0:
+            first = run.sent["step"]
+        elif rank == 0:
+            assert run.sent["step"] < first
+
+
+@on_ranks(2)
 def test_copies_of_models_and_more_groups(rank, world):
     """A deep copy of the model sends nothing, though it has the hooks; a new group of parameters is sent as well."""
     run = Run(overlap=True)

@@ -63,12 +63,15 @@ class EarlyGradients:
         self._limit = bucket_bytes // _PART * self._axis.size  # of whole gradients: what each rank sends is bounded
         # By the stream that they are on, with the dtypes that they have come in, which are the same on all ranks.
         self._waiting: dict[Any, dict[Any, torch.dtype]] = {}
+        self._came: set[Any] = set()  # since the last step
+        self._expected: set[Any] = set()  # to come in a backward: those of the last step
         self._sent: dict[Any, _Sent | None] = {}  # None: this rank had no gradient to send
         self._wholes: dict[torch.Tensor, torch.Tensor] = {}
         self._layouts: dict[Any, tuple[list[Owned], Layout]] = {}
         self._arriving: tuple[Arriving, list[Owned], list[torch.Tensor | None]] | None = None
         arrives = partial(self._arrives, weakref.ref(self))
-        self._handles = [hook_gradient(param, arrives) for param in ranks.params if self._comes_alike(ranks, param)]
+        self._hooked = {param for param in ranks.params if self._comes_alike(ranks, param)}
+        self._handles = [hook_gradient(param, arrives) for param in ranks.params if param in self._hooked]
         copies.keep(self)
 
     @staticmethod
@@ -91,7 +94,11 @@ class EarlyGradients:
             return
         waiting = self._waiting.setdefault(current_stream(self._ranks.device), {})
         waiting[param] = param.grad.dtype
-        if sum([one.numel() * dtype.itemsize for one, dtype in waiting.items()]) >= self._limit:
+        self._came.add(param)
+        complete = self._came >= self._expected
+        if complete:
+            self._came.clear()  # another backward may follow
+        if complete or sum([one.numel() * dtype.itemsize for one, dtype in waiting.items()]) >= self._limit:
             params, dtypes = [*waiting], [*waiting.values()]
             waiting.clear()
             self._send(params, dtypes)
@@ -168,27 +175,32 @@ class EarlyGradients:
         for wholes in alike.values():
             scale(wholes)
 
-    def begin_step(self) -> torch.Tensor:
-        """Return a flag for each parameter: whether its gradient must be sent again, as far as this rank can tell."""
+    def begin_step(self) -> tuple[list[int], torch.Tensor]:
+        """Return two flags for each parameter: whether its gradient was not sent, and whether it was changed since.
+
+        The second ones are on the device.
+        """
         self._finish()
         self._waiting.clear()
-        device = self._ranks.device
-        flags = []
+        self._came.clear()
+        missing, changed = [], []
         for param in self._ranks.params:
-            sent = self._sent.get(param)
+            sent = None if param.grad is None else self._sent.get(param)
+            missing.append(int(sent is None))
             if sent is None or param.grad is None:
-                flags.append(_zero(device) + 1)
+                changed.append(_zero(self._ranks.device))
             else:
                 sent.compare(local_gradient(param.grad, param))
-                flags.append(sent.changed.to(device))
-        return torch.stack(flags)
+                changed.append(sent.changed.to(self._ranks.device))
+        return missing, torch.stack(changed)
 
     def take(self, owned: Owned) -> torch.Tensor | None:
         """Return the whole gradient of ``owned`` on its owner, and let go of it."""
         return self._wholes.pop(owned.key, None)
 
-    def end_step(self) -> None:
-        """Drop all gradients: the step has used them."""
+    def end_step(self, used: Collection[Any]) -> None:
+        """Drop all gradients, after a step that all ranks took with those of ``used``, of which the next is likely."""
+        self._expected = {param for param in used if param in self._hooked}
         self._sent.clear()
         self._wholes.clear()
 

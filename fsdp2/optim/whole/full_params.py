@@ -212,8 +212,8 @@ class _FullParams:
             error = self._compute_all(sets, groups)
         finally:
             groups.end()
-            for early in self._early.values():
-                early.end_step()
+            for ranks, early in self._early.items():
+                early.end_step([param for param, known in zip(ranks.params, found[ranks]) if known is not None])
         self._end_together(error, groups)
         self._state.stepped = True
 
@@ -275,9 +275,9 @@ class _FullParams:
             codes = [_code(param) for param in ranks.params]
             least = [_FEWEST if code == _NOTHING_HERE else -code for code in codes]
             mine = [*codes, *least, ranks.digest, -ranks.digest, bool(wrong)]
-            flags = self._early[ranks].begin_step() if ranks in self._early else None
-            agreed = max_over_ranks(mine, ranks.axis, ranks.device, flags)
-            (*most, largest, smallest, elsewhere), again = agreed[: len(mine)], agreed[len(mine) :]
+            missing, changed = self._early[ranks].begin_step() if ranks in self._early else ([], None)
+            agreed = max_over_ranks([*mine, *missing], ranks.axis, ranks.device, changed)
+            (*most, largest, smallest, elsewhere), early = agreed[: len(mine)], agreed[len(mine) :]
             if largest != -smallest and not wrong:
                 wrong = "ranks have the parameters in different orders"
             most, least = most[: len(codes)], most[len(codes) :]
@@ -287,7 +287,7 @@ class _FullParams:
                     wrong = f"ranks have different gradients of {self._name(param)} (here: {here})"
             if elsewhere and not wrong:
                 wrong = "some ranks lack a gradient, or have it in another dtype; the errors of other ranks name it"
-            late = map(bool, again) if flags is not None else itertools.repeat(True)
+            late = map(any, zip(early[: len(codes)], early[len(codes) :])) if early else itertools.repeat(True)
             found[ranks] = [(_DTYPES[high], one) if high >= 0 else None for high, one in zip(most, late)]
         if wrong:
             raise RuntimeError(

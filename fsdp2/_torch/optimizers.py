@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint.state_dict as checkpoints
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch.hooks import outside_dynamo
+from fsdp2._torch.imports import WhenImported
 
 __all__ = [
     "around_init_group",
@@ -112,10 +113,12 @@ def around_use(
 
     base.zero_grad, base.state_dict, base.load_state_dict = zero_grad, state_dict, load_state_dict  # type: ignore[method-assign]  # on purpose
     base.add_param_group, base.__getstate__ = add_param_group, getstate  # type: ignore[method-assign]  # likewise
-    _before_checkpoints(before_reading)
+    # A program that saves no such checkpoint does not need that module, which imports eighty others.
+    patch = functools.partial(_before_checkpoints, before_reading)
+    WhenImported(["torch.distributed.checkpoint.state_dict"], patch).start()
 
 
-def _before_checkpoints(before: _Use) -> None:
+def _before_checkpoints(before: _Use, checkpoints: ModuleType) -> None:
     """Call ``before`` with an optimizer whose state torch.distributed.checkpoint.state_dict is about to use.
 
     It looks up the parameters of an optimizer that has state before it calls any method of it.
@@ -127,7 +130,7 @@ def _before_checkpoints(before: _Use) -> None:
         before(optim)
         make(optim)
 
-    checkpoints._init_optim_state = init_optim_state
+    checkpoints._init_optim_state = init_optim_state  # type: ignore[attr-defined]  # not in ModuleType
 
 
 def carry_attribute(name: str, restore: Callable[[torch.optim.Optimizer, Any], object]) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.abc
-import importlib.util
+import importlib
 import inspect
 import logging
 import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Iterator, Mapping
 from types import ModuleType, TracebackType
 from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
 
+from fsdp2._torch.imports import WhenImported
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.forward_methods import register_fsdp_forward_method
 from fsdp2.fully_shard import fully_shard
@@ -52,7 +50,7 @@ class Installation:
         self.replaced: list[str] = []
         self.depth = 0  # the number of install() blocks that are open
         self._undo: list[tuple[ModuleType, str, Any, Any]] = []
-        self._finder = _Finder(self)
+        self._helpers = WhenImported(_GROUP_USERS, self.adopt)
         self._ours_before = set(_holders(OURS))
 
     def __str__(self) -> str:
@@ -87,8 +85,7 @@ class Installation:
 
     def undo(self) -> None:
         """Restore all names, the latest first, except those that other code has replaced since."""
-        with contextlib.suppress(ValueError):  # other code has removed it
-            sys.meta_path.remove(self._finder)
+        self._helpers.stop()
         for module, name, before, value in reversed(self._undo):
             if getattr(module, name, None) is value:
                 setattr(module, name, before)
@@ -124,49 +121,13 @@ class Installation:
         for name in _PUBLIC:
             importlib.import_module(name)
         for name, module in list(sys.modules.items()):
-            if module is not None and (name in _PUBLIC or name in _GROUP_USERS or _is_test_helper(name)):
+            if module is not None and (name in _PUBLIC or _is_test_helper(name)):
                 self.adopt(module)
-        sys.meta_path.insert(0, self._finder)
+        self._helpers.start()
 
 
 def _is_test_helper(name: str) -> bool:
     return name.startswith("torch.testing._internal.")
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Adopts torch's helper modules when they are imported later."""
-
-    def __init__(self, installation: Installation) -> None:
-        self._installation = installation
-        self._searching = False
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec of the other finders, with a loader that adopts the module after its execution."""
-        if self._searching or fullname not in _GROUP_USERS:
-            return None
-        self._searching = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searching = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _AdoptingLoader(spec.loader, self._installation)
-        return spec
-
-
-class _AdoptingLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any, installation: Installation) -> None:
-        self._loader, self._installation = loader, installation
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        if _installed is self._installation:  # another thread may have called uninstall() during the import
-            self._installation.adopt(module)
 
 
 _installed: Installation | None = None

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -124,6 +125,7 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group", "__getstate__", "__setstate__"):
         monkeypatch.setattr(base, name, getattr(base, name))
     monkeypatch.setattr(checkpoints, "_init_optim_state", checkpoints._init_optim_state)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
 
 
 @probes("around_use")

@@ -121,8 +121,9 @@ class SideOutputs:
 
 
 def _is_size(value: object) -> bool:
-    items = value if isinstance(value, tuple) else (value,)
-    return value is not None and all(type(item) in _PLAIN for item in items)
+    if isinstance(value, tuple):
+        return all([type(item) in _PLAIN for item in value])
+    return value is not None and type(value) in _PLAIN
 
 
 def _may_hold(value: Any, levels: int) -> bool:

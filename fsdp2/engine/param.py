@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter, is_
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -70,8 +70,7 @@ Shown = Literal["sharded", "full", "subgroup"]
 _sharded = attrgetter("sharded")
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """A module, and a name under which it shows a parameter; a tied parameter has several."""
 
     module: nn.Module

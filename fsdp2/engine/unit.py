@@ -144,8 +144,11 @@ def _advance(resume: Callable[[Any], Any], sent: Any) -> tuple[bool, Any]:
 class Adopting(Protocol):
     """The options of the ``fully_shard`` call (``build.grouping.CallOptions``), by which parameters are added later."""
 
-    def adopt_added(self, unit: FSDPState) -> None:
-        """Manage parameters that appeared below the modules of ``unit`` since."""
+    def adopt_added(self, unit: FSDPState) -> tuple[list[nn.Module], bool]:
+        """Manage parameters that appeared below the modules of ``unit`` since.
+
+        Return the modules below that the call does not manage, and whether it ignores a parameter of those it does.
+        """
 
     def copied(self, memo: dict[int, Any]) -> Adopting:
         """Return the same for a deep copy of the modules."""
@@ -165,7 +168,7 @@ class FSDPState(ComposableState):
         modules: tuple[nn.Module, ...],
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
-        made_by: Adopting | None,
+        made_by: Adopting,
     ) -> None:
         """``made_by`` takes in parameters that are added later."""
         super().__init__()
@@ -499,13 +502,11 @@ class FSDPState(ComposableState):
         """Take in what somebody put on the modules, or below them, since this was last asked."""
         seen = hooks.registrations
         if self._registrations != seen:
-            if self.made_by is not None:
-                self.made_by.adopt_added(self)
-            modules = [module for top in self.modules for module in top.modules()]
-            self._has_units_below = any(get_state(module) not in (None, self) for module in modules)
-            others = len(self.groups) > 1 or self._has_units_below or any(map(_has_unmanaged, modules))
+            others, ignores = self.made_by.adopt_added(self)
+            self._has_units_below = any([get_state(module) not in (None, self) for module in others])
+            several = len(self.groups) > 1 or self._has_units_below or ignores or any(map(_has_unmanaged, others))
             for group in self.groups:
-                group.has_others_below = others
+                group.has_others_below = several
             self._registrations = seen  # not if that raised: the next forward must look again, and refuse again
 
     def forget_calls(self, run: Pass) -> None:

@@ -10,8 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from fsdp2._torch.fsdp import TorchFSDPState
+from fsdp2._torch.modules import composable_state
 from fsdp2.engine.param import Site
-from fsdp2.engine.unit import apis_of, get_state, is_managed_by_torch
+from fsdp2.engine.unit import FSDPState, apis_of
 
 __all__ = ["Found", "Managed", "collect", "move_to"]
 
@@ -27,11 +29,17 @@ class Found:
 
 @dataclass
 class Managed:
-    """The modules, parameters and buffers that one call manages."""
+    """The modules, parameters and buffers that one call manages.
+
+    ``others`` are the modules below that it does not manage, and ``ignores`` tells whether it leaves a parameter of one
+    that it manages.
+    """
 
     modules: list[nn.Module]
     params: list[Found]
     buffers: list[torch.Tensor]
+    others: list[nn.Module]
+    ignores: bool
 
 
 def collect(
@@ -48,9 +56,13 @@ def collect(
     prefixes = {module: name for root in roots for name, module in root.named_modules()}
     found: dict[nn.Parameter, Found] = {}
     buffers: dict[torch.Tensor, None] = {}
+    ignores = False
     for module in modules:
         for name, param in module._parameters.items():
-            if param is None or param in ignored:
+            if param is None:
+                continue
+            if param in ignored:
+                ignores = True
                 continue
             prefix = prefixes[module]
             full_name = f"{prefix}.{name}" if prefix else name
@@ -64,13 +76,12 @@ def collect(
         buffers.update(dict.fromkeys(module.buffers(recurse=False)))
     # A tied parameter may also be in modules of other calls or in ignored ones, which must show the same tensor.
     managed = set(modules)
-    for module in prefixes:
-        if module in managed:
-            continue
+    others = [module for module in prefixes if module not in managed]
+    for module in others:
         for name, param in module._parameters.items():
             if param is not None and param in found:
                 found[param].sites.append(Site(module, name))
-    return Managed(modules, list(found.values()), list(buffers))
+    return Managed(modules, list(found.values()), list(buffers), others, ignores)
 
 
 def _managed_modules(roots: tuple[nn.Module, ...], ignored: Collection[nn.Module]) -> list[nn.Module]:
@@ -81,13 +92,14 @@ def _managed_modules(roots: tuple[nn.Module, ...], ignored: Collection[nn.Module
         visited.add(module)
         if "replicate" in apis_of(module):
             return
-        if is_managed_by_torch(module):
+        state = composable_state(module)
+        if isinstance(state, TorchFSDPState):
             raise ValueError(
                 f"fully_shard: {type(module).__name__} below {type(roots[0]).__name__} is managed by "
                 "torch.distributed.fsdp.fully_shard; one module tree cannot mix it with fsdp2.fully_shard. Use one of "
                 "them for the whole tree"
             )
-        if module not in roots and get_state(module) is not None:
+        if isinstance(state, FSDPState) and module not in roots:
             return
         for child in module.children():
             if child not in visited:

@@ -91,7 +91,7 @@ def _finish_unit(unit: FSDPState, memo: dict[int, Any]) -> None:
     """Initialize the new state and its groups, now that their modules are copied."""
     clone: FSDPState = memo[id(unit)]
     modules = tuple(copy.deepcopy(module, memo) for module in unit.modules)
-    made_by = None if unit.made_by is None else unit.made_by.copied(memo)
+    made_by = unit.made_by.copied(memo)
     clone.__init__(modules, unit.device, unit.mp_policy, made_by)  # type: ignore[misc]  # made bare above
     for module in modules:
         keep_state(module, clone)

@@ -127,8 +127,12 @@ class CallOptions:
             self.ignored.update(param for param in module.parameters() if not is_managed_tensor(param))
         return self.ignored
 
-    def adopt_added(self, unit: FSDPState) -> None:
-        """Shard parameters that were added below the modules of ``unit`` (LoRA adapters, say), and follow new ties."""
+    def adopt_added(self, unit: FSDPState) -> tuple[list[nn.Module], bool]:
+        """Shard parameters that were added below the modules of ``unit`` (LoRA adapters, say), and follow new ties.
+
+        Returns:
+            The modules below that the call does not manage, and whether it ignores a parameter of those that it does.
+        """
         managed = collect(unit.modules, self.ignored_now(), self.ignored_modules)
         params = [param for group in unit.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
@@ -147,12 +151,13 @@ class CallOptions:
         repair_holders()
         if not added:
             _mark(managed.modules)  # parameters may be added below modules that have none yet
-            return
+            return managed.others, managed.ignores
         names = ", ".join(found.name for found in added)
         logger.info("%s: adopted parameters added after fully_shard: %s", unit.name or "the root", names)
         before = len(unit.groups)
-        self.manage(unit, Managed(managed.modules, added, managed.buffers))
+        self.manage(unit, replace(managed, params=added))
         unit.include(unit.groups[: len(unit.groups) - before])
+        return managed.others, managed.ignores
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:

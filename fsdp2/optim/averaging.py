@@ -55,7 +55,7 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
     units = [unit for unit in live_units() if any(group.mesh.mesh.size() > 1 for group in unit.groups)]
     plain = {id(p): p for p in held if type(p) is nn.Parameter and p.grad is not None and not is_managed_tensor(p)}
     for unit in live_units() if plain else ():  # also those of which every parameter is left out
-        for ignored in () if unit.made_by is None else unit.made_by.ignored_now():
+        for ignored in unit.made_by.ignored_now():
             plain.pop(id(ignored), None)
     # A hook on a gradient may average it.
     unaveraged = {key: p for key, p in plain.items() if not have_gradient_hooks([p])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,5 +20,6 @@ def current_key(device: torch.device) -> Callable[[], Any] | None:
     raw: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if device.type != "cuda" or raw is None:
         return None
-    index = device.index
-    return lambda: raw(torch.cuda.current_device() if index is None else index)
+    if device.index is None:
+        return lambda: raw(torch.cuda.current_device())
+    return partial(raw, device.index)

@@ -495,7 +495,7 @@ def _inputs(
             _copy(inputs[-1], part, layout)
     if not later:
         return inputs, done.event
-    with lanes.pack.after(lanes.compute) as done:
+    with lanes.pack.after(done.event) as done:
         for rows, (part, layout) in later:
             _copy(rows, part, layout)
     memory.retain_packed(done.event, [grad for _, (part, _) in later for grad in part], left)

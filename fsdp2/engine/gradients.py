@@ -330,7 +330,8 @@ class GroupGradients:
         if not row.numel:  # only empty parameters: no rank has anything to send
             deliver([torch.empty(p.spec.shard_shape, dtype=reduction.out_dtype, device=p.local.device) for p in params])
             return
-        defer_or_reduce = self._defer_or_reduce(params, reduction) if store.mesh.replicate.size > 1 else None
+        defers = store.mesh.replicate.size > 1 and (earlier or not self._all_reduces)
+        defer_or_reduce = self._defer_or_reduce(params, reduction) if defers else None
         memory = self.comm.reductions.memory
         operation = reduce_chunk(grads, row, reduction, memory, deliver, defer_or_reduce, finished=finished)
         nbytes = sum([grad.nbytes for grad in grads])

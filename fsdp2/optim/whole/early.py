@@ -26,6 +26,7 @@ from fsdp2.engine.index import param_of
 from fsdp2.optim import copies
 from fsdp2.optim.alike import local_gradient
 from fsdp2.optim.whole.exchange import Arriving, Layout
+from fsdp2.optim.whole.fingerprint import fingerprint
 from fsdp2.optim.whole.ownership import Owned, RankSet
 from fsdp2.sharding.mesh import listed_ranks
 from fsdp2.sharding.spec import on_this_rank
@@ -46,11 +47,7 @@ class _Sent:
 
     def compare(self, grad: torch.Tensor) -> None:
         """Note whether ``grad`` is another one."""
-        found = _fingerprint(grad)
-        if found.shape != self.fingerprint.shape:
-            self.changed.fill_(1)
-        else:
-            self.changed += (found != self.fingerprint).any()
+        self.changed += fingerprint(grad) != self.fingerprint
 
 
 class EarlyGradients:
@@ -128,7 +125,7 @@ class EarlyGradients:
         arriving = layout.send([one.of(here[one.param]) for one in owned], [one.here for one in owned])
         self._arriving = arriving, owned, wholes
         for param, grad in zip(params, grads):
-            self._sent[param] = None if grad is None else _Sent(_fingerprint(grad), _zero(grad.device))
+            self._sent[param] = None if grad is None else _Sent(fingerprint(grad), _zero(grad.device))
         if self._axis.backend != "gloo":
             self._finish()
 
@@ -167,7 +164,7 @@ class EarlyGradients:
             if id(param) not in params or param.grad is None:
                 continue
             if sent is not None:
-                sent.fingerprint = _fingerprint(local_gradient(param.grad, param))
+                sent.fingerprint = fingerprint(local_gradient(param.grad, param))
             for owned in self._ranks.owned_of[param]:
                 if owned.mine:
                     whole = self._wholes[owned.key]
@@ -207,20 +204,3 @@ class EarlyGradients:
 
 def _zero(device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int32, device=device)
-
-
-def _fingerprint(values: torch.Tensor) -> torch.Tensor:
-    """Return numbers that differ if the bits of any element differ, or if elements have changed places.
-
-    The sum of bits shows the smallest change. A weighted sum shows what the first may miss: signs and places.
-    """
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
-    if not values.numel():
-        return torch.zeros(1, dtype=bits, device=values.device)
-    rows = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(1, -1)
-    weights = torch.arange(rows.shape[1], device=rows.device).mul_(0x9E3779B1).remainder_(1 << 20)
-    total = rows.view(bits).sum(dtype=torch.int64 if bits is torch.int64 else torch.int32)
-    weighted = torch.mv(rows, weights.to(rows.dtype).div_(1 << 20).add_(0.5))
-    return torch.cat([total.view(1).view(bits), weighted.view(bits)])

@@ -227,6 +227,19 @@ def test_copies_of_models_and_more_groups(rank, world):
 
 
 @on_ranks(2)
+def test_a_frozen_parameter(rank, world):
+    """It takes no hook, and its gradients are sent by the step after it was unfrozen."""
+    plain, early = Run(overlap=False), Run(overlap=True)
+    for step in range(4):
+        for run in (plain, early):
+            run.model.first.weight.requires_grad_(step > 1)
+            run.backward(step)
+            run.step()
+    ours, theirs = (fulls(dict(enumerate(run.model.parameters()))) for run in (early, plain))
+    assert all(torch.equal(ours[i], theirs[i]) for i in ours)
+
+
+@on_ranks(2)
 def test_a_parameter_without_a_gradient(rank, world):
     """A backward that does not use a matrix leaves it alone, and the next step does not take an old gradient of it."""
     plain, early = Run(overlap=False), Run(overlap=True)

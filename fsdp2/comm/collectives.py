@@ -345,10 +345,12 @@ def max_over_ranks(values: list[int], axis: Axis, device: torch.device, flags: t
 
     ``flags`` are more values, which are known on ``device`` only; in a forecast all are 0.
     """
+    count = len(values)
+    if flags is not None:
+        values = [*values, *[0] * len(flags)]
     tensor = torch.tensor(values, dtype=torch.int32).to(device)
     if flags is not None:
-        tensor = torch.cat([tensor, flags])
-        values = [*values, *[0] * len(flags)]
+        tensor[count:].copy_(flags)
     all_reduce_max(tensor, axis)
     return values if tensor.untyped_storage().device.type == "meta" else tensor.tolist()
 

@@ -308,21 +308,20 @@ class FSDPParamGroup:
 
         Stage 6 of the life of a parameter. Ranks that skipped the unit do the same.
         """
-        trains = torch.is_grad_enabled()
-        if after is True or self.residency.adopted:
-            if trains or not self.residency.kept:
-                self.reshard()
-            else:
-                self.residency.lower()  # an evaluation leaves what a backward, or the caller, has kept
-            return
+        trains, residency = torch.is_grad_enabled(), self.residency
         level = Level.FULL if after is False else Level.PIECES
-        if trains and self.residency.kept > level:
-            self.residency.unkeep()  # this use decides what stays
-        self.residency.lower(level, ranks=after)
+        if after is True or residency.adopted:
+            level = Level.SHARDS
+            if trains or not residency.kept:
+                self.reshard()
+                return
+        if trains and residency.kept > level:
+            residency.unkeep()  # this use decides what stays
+        residency.lower(level, ranks=after)  # an evaluation leaves what a backward, or the caller, has kept
         if trains:
-            self.residency.keep()  # for backward
+            residency.keep()  # for backward
         else:
-            self.residency.note_left()  # the pass, which frees it at its end, may come again, behind a write
+            residency.note_left()  # the pass, which frees it at its end, may come again, behind a write
 
     def end_forward_pass(self, run: UsingPass) -> None:
         """Free what the forward ``run`` under the root gathered and what is not kept."""

@@ -287,12 +287,15 @@ def test_data_assigned_to_shards(rank, world, trained):
 
 
 @on_ranks(1, 2)
-def test_full_parameters_written_after_the_backward_that_left_them(rank, world):
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_full_parameters_written_after_the_backward_that_left_them(rank, world, evaluated):
     """The next forward computed with the written values, and then they were gone."""
     module, _ = models()
     module.set_reshard_after_backward(False)
     module(inputs()).sum().backward()
     with torch.no_grad():
+        if evaluated:
+            module(inputs())
         module.get_submodule("0").weight.mul_(0.5)
     with pytest.raises(RuntimeError, match=r"^0\.weight: written in place .* call reshard\(\) on the module"):
         module(inputs())

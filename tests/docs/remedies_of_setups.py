@@ -558,6 +558,7 @@ def a_number_for_each_matrix(rank: int) -> Iterator[Call]:
         grad = torch.arange(8.0).view(2, 2, 2)[: shape[0]] if len(shape) == 3 else torch.arange(4.0).view(2, 2)
         module["weight"].grad = distribute_tensor(grad, mesh_1d(), [Shard(0)])
         optimizer.step()
+        optimizer.state_dict()
         return optimizer.state[module["weight"]]
 
     stack = (2, 2, 2)

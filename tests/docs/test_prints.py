@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.docs.test_pages import DOCS, blocks, skip_without, torchrun
+from tests.docs.test_pages import DOCS, blocks, packages, torchrun
 from tests.support import ROOT, api
+from tests.support.packages import needs
 
 pytestmark = [api.fsdp2_only, pytest.mark.slow]
 
@@ -41,10 +43,15 @@ def assert_alike(line: str, expected: str, measured: bool) -> None:
             assert float(got) == pytest.approx(float(wanted), rel=0.05, abs=0.011), f"{line!r}, expected {expected!r}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def cases() -> list[Any]:
+    """Return the pages as pytest's parameters."""
+    needed = {path: packages(path.relative_to(DOCS).as_posix()) if path.is_relative_to(DOCS) else [] for path in PAGES}
+    return [pytest.param(path, id=path.stem, marks=needs(*names) if names else ()) for path, names in needed.items()]
+
+
+@pytest.mark.parametrize("path", cases())
 def test_prints(path, tmp_path):
     """Each line, in order, and nothing else."""
-    skip_without(path.relative_to(DOCS).as_posix()) if path.is_relative_to(DOCS) else None
     ranks = re.search(r"<!-- ranks: (\d+) -->", path.read_text())
     (tmp_path / "program.py").write_text(program_of(path))
     done = torchrun("program.py", folder=tmp_path, ranks=int(ranks[1]) if ranks else 2)
@@ -62,6 +69,7 @@ assert config.tie_word_embeddings
 """
 
 
+@needs(*packages("tutorials/finetune.md"))
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -72,7 +80,6 @@ assert config.tie_word_embeddings
 def test_fine_tuning_another_model(kind, sizes, tmp_path):
     """With nothing but the configuration changed: of a model with a tied head, and with dropout. The head was parted
     from the embedding on the meta device, so that its weight was missing in the files; and dropout was left on."""
-    skip_without("tutorials/finetune.md")
     text, changed = CONFIG.subn(TIED.format(kind, sizes), program_of(DOCS / "tutorials" / "finetune.md"))
     assert changed == 1
     (tmp_path / "program.py").write_text(text)

@@ -71,8 +71,8 @@ class _Elsewhere(Mapping):
         where = f"its owner, rank {one}" if not others else f"the owners of its matrices, ranks {self._owners}"
         raise RuntimeError(
             f"optimizer.state: the state {key!r} of this parameter of shape {self._shape} is held by {where}, if it "
-            "exists yet (use_full_params); only an owner of the whole parameter can read it here. Call "
-            "optimizer.state_dict() on all ranks to get it"
+            "exists yet (use_full_params); "
+            "only the owner can read it here. Call optimizer.state_dict() on all ranks to get it"
         )
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -93,10 +93,10 @@ def _scaler(run: Run) -> None:
 
 
 @torch.no_grad()
-def _swap_rows(run: Run) -> None:
+def _swap_columns(run: Run) -> None:
     for grad in _locals(run):
-        if grad.shape[0] > 1:
-            grad.copy_(grad.flip(0))
+        if grad.numel():
+            grad.copy_(grad.flip(-1))
 
 
 @torch.no_grad()
@@ -114,7 +114,7 @@ BETWEEN: dict[str, Callable[[Run], object]] = {
     "_foreach_mul_": lambda run: torch._foreach_mul_(_locals(run), 0.5),
     ".data": lambda run: [grad.data.mul_(0.5) for grad in run.grads],
     "signs": lambda run: torch._foreach_neg_(_locals(run)),
-    "places": _swap_rows,
+    "places": _swap_columns,
     "one bit": _last_bit,
     "a write, then clip_grad_norm_": lambda run: (
         torch._foreach_neg_(_locals(run)),

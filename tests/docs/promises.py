@@ -75,6 +75,18 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             DOCS + "test_in_which_dtype_gloo_sums_chunks",
         ),
         "`p.data = x` on a shard": (STEP + "test_kept.py::test_data_assigned_to_shards",),
+        "call `reshard()` after such a write": (
+            "tests/weights/test_written_while_held.py::test_resharded_behind_a_write_that_nothing_shows",
+        ),
+        "unless you call its `reshard()` after the write": (
+            STEP + "test_teachers.py::test_a_teacher_with_gradients_is_resharded_behind_the_write",
+        ),
+        "make it before the forward, or call `reshard(recurse=True)` first": (
+            STEP + "test_kept.py::test_parameters_listed_while_shards_are_shown",
+        ),
+        "tie before the forward, or call `reset_iter_state()`": (
+            STEP + "test_changed_inside.py::test_a_tie_between_a_forward_and_its_backward",
+        ),
         "a training forward that writes to its own weights": (
             STEP + "test_errors.py::test_a_forward_that_writes_to_its_weight",
         ),
@@ -195,6 +207,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "docs/newer_torch.md": {
+        "does the same, for gradients before and after the reduction": (
+            STEP + "test_grad_dtype.py::test_a_wide_gradient_of_a_narrow_weight_is_not_rounded",
+        ),
         "`dp_mesh_dims` takes only DTensors": (STEP + "test_named_dimensions.py::test_what_is_refused",),
         "hybrid sharding over rows whose sorted ranks do not line up": (
             STEP + "test_meshes.py::test_a_mesh_may_list_its_ranks_in_any_order",

@@ -25,7 +25,7 @@ import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.support.parity import mesh_1d
 
-__all__ = ["CASES", "Call", "goes_on", "layers", "loss", "model", "on", "remedy", "try_case"]
+__all__ = ["CASES", "Call", "finalizes", "goes_on", "layers", "loss", "model", "on", "remedy", "try_case"]
 
 Call = Callable[[], object]
 Case = Callable[[int], Iterator[Call]]
@@ -97,6 +97,15 @@ def goes_on(module: nn.Module) -> None:
     changed = [p.detach() - old for p, old in zip(optimizer.param_groups[0]["params"], before, strict=True)]
     total = sum(float((d.full_tensor() if isinstance(d, DTensor) else d).abs().sum()) for d in changed)
     assert total > 0
+
+
+def finalizes(module: nn.Module) -> None:
+    """Run a backward that the caller ends: every parameter gets a gradient."""
+    module.zero_grad()
+    module.set_manual_backward_finalization(True)
+    loss(module).backward()
+    module.finalize_backward()
+    assert all(p.grad is not None for p in module.parameters())
 
 
 # ---- parameters ----
@@ -323,11 +332,7 @@ def finalize_without_the_mode(rank: int) -> Iterator[Callable[[], object]]:
     module = model()
     loss(module).backward()
     yield module.finalize_backward
-    module.zero_grad()
-    module.set_manual_backward_finalization(True)
-    loss(module).backward()
-    module.finalize_backward()
-    assert all(p.grad is not None for p in module.parameters())
+    finalizes(module)
 
 
 @remedy("cannot change mode after backward starts, and one that started has not been ended; call finalize_backward()")

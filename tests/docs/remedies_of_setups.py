@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.docs.remedies import Call, goes_on, layers, loss, model, remedy
+from tests.docs.remedies import Call, finalizes, goes_on, layers, loss, model, remedy
 from tests.support.parity import mesh_1d
 
 
@@ -108,11 +108,7 @@ def the_mode_is_changed_in_backward(rank: int) -> Iterator[Call]:
     yield lambda: loss(module).backward()
     hook.remove()
     module.reset_iter_state()
-    module.zero_grad()
-    module.set_manual_backward_finalization(True)
-    loss(module).backward()
-    module.finalize_backward()
-    assert all(p.grad is not None for p in module.parameters())
+    finalizes(module)
 
 
 @remedy("MixedPrecisionPolicy.reduce_dtype, since all ranks must make zeros of one dtype; set it")

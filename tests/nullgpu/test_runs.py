@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -504,16 +505,17 @@ def test_runs(name, tmp_path):
     ran(RUNS[name], *([tmp_path] if takes_folder else []))
 
 
+def between_steps(name: str, mesh: DeviceMesh) -> None:
+    """Call a method between steps."""
+    model = trained(mesh)
+    METHODS[name](model)
+    train(model)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_methods(name):
     """A method is called between steps, and training goes on."""
-
-    def run(mesh: DeviceMesh) -> None:
-        model = trained(mesh)
-        METHODS[name](model)
-        train(model)
-
-    ran(run)
+    ran(partial(between_steps, name))
 
 
 def test_nothing_is_missing():

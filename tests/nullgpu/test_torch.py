@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fsdp2
 from tests.nullgpu.device import Counts
-from tests.nullgpu.test_runs import METHODS, NAMES, OPTIONS, WIDTH, WITH, Block, ran, sharded, train, trained
+from tests.nullgpu.test_runs import (
+    METHODS,
+    NAMES,
+    OPTIONS,
+    WIDTH,
+    WITH,
+    Block,
+    between_steps,
+    ran,
+    sharded,
+)
 
 METHODS_OF_TORCH = [name for name in METHODS if hasattr(torchs.FSDPModule, name)]
 OPTIONS_OF_TORCH = {
@@ -76,13 +87,7 @@ def both(run: Callable[..., Any], *arguments: Any) -> None:
 @pytest.mark.parametrize("name", METHODS_OF_TORCH)
 def test_methods(name):
     """A method that torch has too, called between steps."""
-
-    def run(mesh: Any) -> None:
-        model = trained(mesh)
-        METHODS[name](model)
-        train(model)
-
-    both(run)
+    both(partial(between_steps, name))
 
 
 @pytest.mark.parametrize("name", OPTIONS_OF_TORCH)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -136,3 +137,37 @@ def make(name: str, way: str = "plain") -> Make:
     kind, options = OPTIMIZERS[name]
     chosen = {} if way == "plain" else {way: True}
     return lambda params: kind(params, **options, **chosen)
+
+
+def driven_by_others(
+    module: Any, optimizer: torch.optim.Optimizer, late: Callable[[torch.optim.Optimizer], object] | None
+) -> list[str]:
+    """Step three times by a closure, with a scheduler and hooks, behind which ``late`` changes how the optimizer steps.
+
+    They find DTensors alone. Return what they saw.
+    """
+    seen: list[str] = []
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def note(when: str, o: torch.optim.Optimizer) -> None:
+        assert {type(p) for group in o.param_groups for p in group["params"]} | set(map(type, o.state)) == {DTensor}
+        seen.append(f"{when} with {len(o.state)}")
+
+    optimizer.register_step_pre_hook(lambda o, *_: note("before", o))
+    optimizer.register_step_post_hook(lambda o, *_: note("after", o))
+    if late is not None:
+        late(optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        note("inside", optimizer)
+        loss = module(batch(0)).square().mean()
+        loss.backward()
+        return loss
+
+    losses = []
+    for _ in range(3):
+        losses.append(optimizer.step(closure).item())
+        scheduler.step()
+    assert len(set(losses)) == 3 and optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+    return seen

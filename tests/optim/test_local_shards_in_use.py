@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import fsdp2
-from tests.optim.stepping import Model, assert_equal, assert_same_training, batch, build, make, pair, train
+from tests.optim.stepping import (
+    Model,
+    assert_equal,
+    assert_same_training,
+    batch,
+    build,
+    driven_by_others,
+    make,
+    pair,
+    train,
+)
 from tests.support import api
 from tests.support.parity import full, mesh_1d
 from tests.support.pool import on_ranks
@@ -28,34 +37,12 @@ from tests.support.pool import on_ranks
 def test_schedulers_hooks_and_closures(rank, world, name, when):
     """They run in their order and find DTensors."""
     modules, optimizers = pair(make(name))
-    seen: list[list[str]] = [[], []]
-    for use, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
+    seen = []
+    for use, module in enumerate(modules):
+        late = fsdp2.use_local_shards if when == "before" and use else None
         if when == "before":
-            optimizer = make(name)(module.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-
-        def note(when: str, o: torch.optim.Optimizer, seen: list[str] = seen[use]) -> None:
-            assert {type(p) for group in o.param_groups for p in group["params"]} | set(map(type, o.state)) == {DTensor}
-            seen.append(f"{when} with {len(o.state)}")
-
-        optimizer.register_step_pre_hook(lambda o, *_, note=note: note("before", o))
-        optimizer.register_step_post_hook(lambda o, *_, note=note: note("after", o))
-        if when == "before" and use:
-            fsdp2.use_local_shards(optimizer)
-
-        def closure(module=module, optimizer=optimizer, note=note) -> Tensor:
-            optimizer.zero_grad()
-            note("inside", optimizer)
-            loss = module(batch(0)).square().mean()
-            loss.backward()
-            return loss
-
-        losses = []
-        for _ in range(3):
-            losses.append(optimizer.step(closure).item())
-            scheduler.step()
-        assert len(set(losses)) == 3 and optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
-        optimizers[use] = optimizer
+            optimizers[use] = make(name)(module.parameters())
+        seen.append(driven_by_others(module, optimizers[use], late))
     assert seen[0] == seen[1] and len(seen[0]) == 9
     assert_same_training(modules, optimizers)
 

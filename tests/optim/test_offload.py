@@ -9,6 +9,7 @@ import copy
 import importlib
 import pickle
 import warnings
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,7 @@ from tests.optim.stepping import (
     assert_same_training,
     batch,
     build,
+    driven_by_others,
     host_apart,
     local,
     make,
@@ -198,35 +200,12 @@ def test_schedulers_hooks_and_closures(rank, world, when):
     with host_apart(), warnings.catch_warnings():
         warnings.filterwarnings("error", ".*lr_scheduler.*")
         modules, optimizers = pair(make("AdamW", "foreach"))
-        seen: list[list[str]] = [[], []]
-        for use, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
+        seen = []
+        for use, module in enumerate(modules):
+            late = partial(fsdp2.offload_optimizer_state, bucket_mb=BUCKET) if when == "before" and use else None
             if when == "before":
-                optimizer = fsdp2.use_local_shards(make("AdamW", "foreach")(module.parameters()))
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-
-            def note(when: str, o: torch.optim.Optimizer, seen: list[str] = seen[use]) -> None:
-                assert {type(p) for group in o.param_groups for p in group["params"]} == {DTensor}
-                assert set(map(type, o.state)) <= {DTensor}
-                seen.append(f"{when} with {len(o.state)}")
-
-            optimizer.register_step_pre_hook(lambda o, *_, note=note: note("before", o))
-            optimizer.register_step_post_hook(lambda o, *_, note=note: note("after", o))
-            if when == "before" and use:
-                fsdp2.offload_optimizer_state(optimizer, bucket_mb=BUCKET)
-
-            def closure(module=module, optimizer=optimizer, note=note) -> Tensor:
-                optimizer.zero_grad()
-                note("inside", optimizer)
-                loss = module(batch(0)).square().mean()
-                loss.backward()
-                return loss
-
-            losses = []
-            for _ in range(3):
-                losses.append(optimizer.step(closure).item())
-                scheduler.step()
-            assert len(set(losses)) == 3 and optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
-            optimizers[use] = optimizer
+                optimizers[use] = fsdp2.use_local_shards(make("AdamW", "foreach")(module.parameters()))
+            seen.append(driven_by_others(module, optimizers[use], late))
         assert seen[0] == seen[1] and len(seen[0]) == 9
         assert_same_training(modules, optimizers)
 

@@ -21,10 +21,18 @@ pytestmark = api.fsdp2_only
 INPUTS = torch.ones(2, 8)
 
 
-def train_both(module: Any, alone: Any, steps: int = 3, units: Callable[[Any], Any] = nn.Module.modules) -> None:
+def train_both(
+    module: Any,
+    alone: Any,
+    steps: int = 3,
+    *,
+    units: Callable[[Any], Any] = nn.Module.modules,
+    loss_of: Callable[[Any], torch.Tensor] = lambda model: model(INPUTS).square().mean(),
+    evaluate: Callable[[Any], torch.Tensor] = lambda model: model(INPUTS),
+) -> None:
     """Train both; expect equal losses, gradients, and results of evaluations between steps."""
     for step in range(steps):
-        losses = [model(INPUTS).square().mean() for model in (module, alone)]
+        losses = [loss_of(model) for model in (module, alone)]
         torch.testing.assert_close(*losses, msg=lambda text, s=step: f"step {s}: {text}")
         for loss in losses:
             loss.backward()
@@ -36,7 +44,7 @@ def train_both(module: Any, alone: Any, steps: int = 3, units: Callable[[Any], A
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
         with torch.no_grad():
-            torch.testing.assert_close(module(INPUTS), alone(INPUTS))
+            torch.testing.assert_close(evaluate(module), evaluate(alone))
 
 
 # ---- full parameters that a forward writes between two calls ----

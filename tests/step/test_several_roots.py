@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2._trace import listening
+from tests.step.test_changed_inside import train_both
 from tests.support import api
 from tests.support.composition import composes
 from tests.support.parity import SEED, assert_gradients, mesh_1d, sharded, stack
@@ -83,19 +84,8 @@ def test_two_roots_around_one_trunk(rank, world, order, reshard):
     """An actor and a critic, whose trunk's blocks are units. From the second forward on a pass of one root freed what
     the other computed with: "mixed torch.Tensor and DTensor"."""
     both, alone = actor_and_critic(reshard_after_forward=reshard)
-    for step in range(3):
-        losses = [ORDERS[order](model) for model in (both, alone)]
-        torch.testing.assert_close(*losses)
-        for loss in losses:
-            loss.backward()
-        for unit in (both.actor, both.critic, *both.actor.trunk.blocks):
-            unit.reshard()
-        assert_gradients(both, alone, f"step {step}")
-        for model in (both, alone):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            model.zero_grad()
-        with torch.no_grad():
-            torch.testing.assert_close(both.critic(INPUTS), alone.critic(INPUTS))
+    units = lambda model: (model.actor, model.critic, *model.actor.trunk.blocks)
+    train_both(both, alone, units=units, loss_of=ORDERS[order], evaluate=lambda model: model.critic(INPUTS))
 
 
 class Nested(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -94,11 +95,12 @@ class _Copy:
         return torch.allclose(self.sums, other.sums, rtol=0, atol=1e-9 * total, equal_nan=True)
 
 
-def check_copies(mine: Iterable[Place], ranks: Ranks, where: str) -> list[str]:
+def check_copies(mine: Iterable[Place], ranks: Ranks, where: str, taken: str, *, stacklevel: int) -> None:
     """Compare tensors of one name that ranks, or meshes of some ranks, have for themselves: only one of them is taken.
 
     Such a name stands for copies of one parameter, or for different ones: each rank's, or each mesh's, experts. Copies
-    that differ by rounding count as one tensor; their names are returned.
+    that differ by rounding count as one tensor; a warning names them, and says that the first one is ``taken``: sent,
+    or written. ``stacklevel`` is that of the warning, from here.
 
     Raises:
         RuntimeError: A name stands for several tensors, on every rank.
@@ -123,7 +125,13 @@ def check_copies(mine: Iterable[Place], ranks: Ranks, where: str) -> list[str]:
                 )
         if not all(got.is_same(expected) for _, got in others):
             unlike.append(name)
-    return unlike
+    if unlike and ranks.first:
+        warnings.warn(
+            f"{where}: the copies of {unlike} on different ranks are not equal; the first one is {taken}. If they are "
+            "different tensors (experts that began with the same values), give the modules names that differ between "
+            "these ranks",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def _has_others(place: Place, ranks: Ranks) -> bool:

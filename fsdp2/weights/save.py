@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,14 +89,7 @@ def save_safetensors(
             files = target.files(joined(mine, offers, ranks, _WHERE))
             total = sum(tensor.entry.nbytes for file in files for tensor in file)
             moved = stack.enter_context(showing(progress, _WHERE, total, here=ranks.first))
-        unlike = check_copies(mine, ranks, _WHERE)
-        if unlike and ranks.first:
-            warnings.warn(
-                f"{_WHERE}: the copies of {unlike} on different ranks are not equal; the first one is written. If they "
-                "are different tensors (experts that began with the same values), give the modules names that differ "
-                "between these ranks",
-                stacklevel=2,
-            )
+        check_copies(mine, ranks, _WHERE, "written", stacklevel=2)
         partial, temporary = None, stack.enter_context(contextlib.ExitStack())
         with ranks.agreed():
             if ranks.first:

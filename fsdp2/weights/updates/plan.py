@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,14 +110,7 @@ def make_plan(
     offers = gather_offers(mine, ranks)
     with ranks.agreed():
         found = joined(mine, offers, ranks, where)
-    unlike = check_copies(mine, ranks, where)
-    if unlike and ranks.first:
-        warnings.warn(
-            f"{where}: the copies of {unlike} on different ranks are not equal; the first one is sent. If they are "
-            "different tensors (experts that began with the same values), give the modules names that differ between "
-            "these ranks",
-            stacklevel=4,
-        )
+    check_copies(mine, ranks, where, "sent", stacklevel=4)
     targets: list[Target] = []
     with ranks.agreed():
         if ranks.first:

@@ -33,6 +33,7 @@ class Boundary:
         self._writable: list[Any] = []  # arguments in which the module may leave results
         self._known: dict[int, torch.Tensor] = {}  # tensors that were in these before the call, by id, kept alive
         self._left: Tensors = []  # results that the module has left in these
+        self._at_end: list[Callable[[], None]] = []  # hold inputs
         self._gate: _Gate | None = None
         self._hidden: Targets | None = None
 
@@ -53,7 +54,9 @@ class Boundary:
         if hidden:
             done = self._gate = _Gate(done)
             self._hidden = Targets(hidden)
-        watched = hooks.watch_inputs(needing, done, starting)
+        watched, at_end = hooks.watch_inputs(needing, done, starting)
+        if at_end is not None:
+            self._at_end.append(at_end)
         if len(needing) < len(given.tensors):
             new = iter(watched)
             watched = [next(new) if tensor.requires_grad else tensor for tensor in given.tensors]
@@ -88,7 +91,9 @@ class Boundary:
             self._left = self._made_here(written.tensors)
 
     def end(self, result: Tree) -> None:
-        """Find out whether the call has computed with hidden inputs: then the others do not tell that it is done."""
+        """Find out whether the call has changed its input, or computed with hidden ones, which do not tell the end."""
+        while self._at_end:
+            self._at_end.pop()()
         if self._gate is not None and self._hidden is not None:
             new = self._made_here([*result.tensors, *self._left])
             self._gate.is_open = not self._hidden.reached_from(new, self.first_node)

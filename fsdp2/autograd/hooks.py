@@ -244,8 +244,10 @@ def around_loading_once(
 
 def watch_inputs(
     inputs: list[torch.Tensor], done: Callable[[], None], starting: Callable[[torch.Tensor], None]
-) -> list[torch.Tensor]:
+) -> tuple[list[torch.Tensor], Callable[[], None] | None]:
     """Return ``inputs``, which all require a gradient, with hooks: ``done`` runs when backward has all their gradients.
+
+    If there is a function beside them, call it when the module leaves.
 
     A later backward through these gradients (``create_graph=True``) calls ``starting`` first.
 
@@ -255,13 +257,43 @@ def watch_inputs(
     """
     for tensor in inputs:
         if tensor.layout is not torch.strided:  # such a tensor has no views, and no autograd function can return it
-            return inputs
+            return inputs, None
     if len(inputs) == 1 and not isinstance(inputs[0], AsyncCollectiveTensor):
         view = inputs[0].view_as(inputs[0])
         if view.grad_fn is not None:  # None under torch.func, where the node cannot be reached
-            view.grad_fn.register_prehook(lambda grads: _inputs_are_done(grads, done, starting))
-            return [view]
-    return [*_InputsDone.apply((done, starting), *inputs)]
+            hook = _InputIsDone(done, starting)
+            view.grad_fn.register_prehook(hook)
+            return [view], partial(hook.follow, _made_by(inputs[0]), view, view._version)
+    return [*_InputsDone.apply((done, starting), *inputs)], None
+
+
+def _made_by(tensor: torch.Tensor) -> Any:
+    """Return the node that stays below ``tensor``, or the tensor that it is a view of, when it is changed in place."""
+    base = view_base(tensor)
+    return tensor.grad_fn if base is None else base.grad_fn
+
+
+class _InputIsDone:
+    """The hook on the node of a single input, which backward does not come to if the module has changed the input.
+
+    Then it goes from the change to what made the input, and the hook is there.
+    """
+
+    __slots__ = ("_changed", "_watchers")
+
+    def __init__(self, done: Callable[[], None], starting: Callable[[torch.Tensor], None]) -> None:
+        self._watchers = done, starting
+        self._changed = False
+
+    def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        """Run before the view's node: what was computed before a change comes here, and something may be left."""
+        return None if self._changed else _inputs_are_done(grads, *self._watchers)
+
+    def follow(self, made_by: Any, view: torch.Tensor, version: int) -> None:
+        """Watch the node that made the input instead if the module has changed it."""
+        if view._version != version and made_by is not None:
+            self._changed = True
+            made_by.register_prehook(lambda grads: _inputs_are_done(grads, *self._watchers))
 
 
 def _inputs_are_done(

@@ -12,7 +12,11 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
+from tests.support import api
 from tests.support.cases import CASES
+from tests.support.counting import events
+from tests.support.fake import fake_mesh
 from tests.support.models import Layers
 from tests.support.parity import Run, beside_one_process, mesh_1d, on_one_axis, shard_each, sharded, stack
 from tests.support.report import agrees, check, full_grads, refused, report, same
@@ -49,6 +53,30 @@ def test_no_warning_for_linear(rank, world, fsdp):
         agrees(fsdp, build=ThreeDimensional)
     texts = [str(w.message) for w in caught if "view" in str(w.message) or "hook" in str(w.message)]
     check(not texts, f"warns: {texts[0].splitlines()[0] if texts else ''}")
+
+
+class Scales(nn.Module):
+    """Changes its only input in place before it computes with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x.mul_(0.5))
+
+
+@api.fsdp2_only
+def test_a_unit_that_changes_its_only_input_is_freed_in_time():
+    """Autograd goes around what tells that its gradient is there, so it stayed in memory to the end of backward."""
+    model = nn.Sequential(nn.Linear(8, 8), *(Scales() for _ in range(3)))
+    with fake_mesh(2) as mesh:
+        for unit in (*model, model):
+            fsdp2.fully_shard(unit, mesh=mesh)
+        for _ in range(2):
+            seen = events(lambda: model(torch.ones(2, 8)).sum().backward())
+    for number in (3, 2):
+        assert seen.index(("post_backward", f"{number}")) < seen.index(("pre_backward", f"{number - 2}"))
 
 
 @report("A unit returns a plain object with tensors in it", 1, 2, 4)

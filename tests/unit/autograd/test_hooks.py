@@ -188,11 +188,22 @@ def test_inputs_inside_plain_objects_cannot_be_watched() -> None:
     assert log == ["input", "done", "input"]
 
 
-def test_a_single_input_may_be_changed_in_place() -> None:
-    x = torch.ones(2, requires_grad=True) * 1
-    ((view,), _), _, _ = watch_inputs((x,), {}, lambda: None)
+@pytest.mark.parametrize("of", ["its own", "a part", "a view"])
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_single_input_may_be_changed_in_place(of: str, used_before: bool) -> None:
+    """Done comes after everything in the module, and once; it never came, so the unit stayed to the end of backward."""
+    log = Log()
+    made = log.leaf("leaf") * 1
+    x = {"its own": made, "a part": made[:1], "a view": made.view(2, 1)}[of]
+    ((view,), _), _, call = watch_inputs((x,), {}, log.done)
+    before = log.through(view * 2, "before").sum() if used_before else 0
     view.mul_(3)
-    assert view.tolist() == [3.0, 3.0]
+    output = log.through(view * 1, "after").sum() + before
+    assert (view == 3).all()
+    call.end(Tree((output,), results=True))
+    output.backward()
+    inside = ["after", "before"] if used_before else ["after"]
+    assert log == [*inside, "done", "leaf"]
 
 
 def test_a_backward_without_the_inputs_is_never_done() -> None:

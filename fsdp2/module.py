@@ -89,7 +89,8 @@ class FSDPModule(TorchFSDPModule):
         """Free this module's own full parameters, with ``recurse`` those of all units below too, and show the shards.
 
         Values that you wrote to the full parameters since ``unshard()`` are lost, and a warning names these parameters
-        (not those that were written through ``.data``).
+        (not those that were written through ``.data``). Call it also in a forward that has written to shards in a way
+        that no version counter shows: the unit is then gathered anew.
 
         Raises:
             RuntimeError: ``summon_full_params`` shows parameters of the module.
@@ -97,6 +98,9 @@ class FSDPModule(TorchFSDPModule):
         for group in [group for unit in self._units(recurse) for group in unit.groups]:
             group.residency.refuse_summoned("reshard")
             group.reshard()
+            # Who calls it in a forward may have written to the shards, in a way that nothing shows.
+            group.residency.forget_portions()
+            group.comm.lanes.gather_after_compute()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of full parameters after they are freed (True).

@@ -6,6 +6,7 @@ Every wait between lanes, and what it protects:
 |-----------------|-----------------------------------------|--------|-------------------------------|
 | gather          | compute, at the root's forward          | order  | RootContext.begin_forward     |
 | gather          | compute, at an explicit unshard         | order  | by_hand._start                |
+| gather          | compute, at an explicit reshard         | order  | FSDPModule.reshard            |
 | gather          | compute, shards were replaced           | order  | Residency._take_in_replaced   |
 | gather          | compute, a teacher may be updated       | order  | FSDPParamGroup.pre_forward    |
 | gather          | compute, at reshard                     | memory | Residency._free_full          |
@@ -41,11 +42,11 @@ Every wait between lanes, and what it protects:
 | compute         | exchange, pieces have arrived           | order  | Arriving.wait                 |
 
 *order*: the data must be ready. *memory*: from here on the allocator may reuse the block, for work behind this wait.
-Memory goes back to the lane that allocated it, so no block is ever recorded on a second stream: gathered parameters go
-back to the gather lane, encoded gradients to the pack lane, and copies of shards on the host to the copy lane. The
-allocator has a pool for each stream, so memory that one lane has allocated, however briefly, never serves another lane.
-That is why gradients are packed into memory of the compute stream, which frees gradients and activations. Work that
-follows a collective is queued right behind it.
+Memory goes back to the lane that allocated it, so no block is recorded on a second stream (only destructors do that,
+``Lane.keep``): gathered parameters go back to the gather lane, encoded gradients to the pack lane, and copies of shards
+on the host to the copy lane. The allocator has a pool for each stream, so memory that one lane has allocated, however
+briefly, never serves another lane. That is why gradients are packed into memory of the compute stream, which frees
+gradients and activations. Work that follows a collective is queued right behind it.
 
 On a CPU a lane is program order: events are None, and waits do nothing. Collectives return works, which are waited for
 as late as possible, so that they overlap compute.
@@ -142,6 +143,14 @@ class Lane:
         """Let what comes next on this lane wait for ``before``."""
         if self._stream is not None and before is not None:
             self._stream.wait_event(before.event() if isinstance(before, (Lane, ComputeLane)) else before)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let the memory of ``tensor``, which may be freed at once, be used again only behind what this lane does now.
+
+        No lane waits, so the interpreter may call it where it collects garbage: on any stream, or inside a capture.
+        """
+        if isinstance(self._stream, torch.Stream):
+            tensor.record_stream(self._stream)
 
     def after(self, before: Before = None) -> Done:
         """Wait for ``before``, then run the block on this lane."""

@@ -205,6 +205,22 @@ def replaced_in_forward(run: Training) -> None:
     run.backward()
 
 
+def resharded_in_forward(run: Training) -> None:
+    """A hook of one unit writes to the shards of a later one, and reshards it.
+
+    Gathers also wait whenever a unit is freed.
+    """
+
+    def write(*unused: object) -> None:
+        later = run.model.blocks[2]
+        for parameter in later.parameters():
+            parameter.data.mul_(0.5)
+        later.reshard()
+
+    run.model.blocks[0].register_forward_pre_hook(write)
+    run.step(2)
+
+
 def taught(run: Training) -> None:
     """A forward that updates two units, behind another one, and runs them without gradients."""
     layers, teacher = run.model.blocks[:1], run.model.blocks[1:]
@@ -429,6 +445,12 @@ def test_programs(program, setup, transfer):
 WAITS: dict[tuple[str, str], tuple[tuple[str, str], Callable[[Training], None], str, str]] = {
     ("gather", "RootContext.begin_forward"): (("gather_after_compute", "begin_forward"), training, "fp32", "packed"),
     ("gather", "by_hand._start"): (("gather_after_compute", "_start"), changed_by_hand, "hybrid", "direct"),
+    ("gather", "FSDPModule.reshard"): (
+        ("gather_after_compute", "reshard"),
+        resharded_in_forward,
+        "kept",
+        "direct",
+    ),
     ("gather", "Residency._take_in_replaced"): (
         ("gather_after_compute", "_take_in_replaced"),
         replaced_in_forward,

@@ -128,6 +128,20 @@ def _replaces(run: _Run) -> None:
         loss_of(run.model(run.rows)).backward()
 
 
+def _reshards(run: _Run) -> None:
+    """The forward of one unit writes to the shards of a later one, and reshards that."""
+    first, later = run.model.blocks[0], run.model.blocks[2]
+    forward = first.forward
+
+    def writing(x: Tensor) -> Tensor:
+        later.up.weight.data.mul_(0.5)
+        later.reshard()
+        return forward(x)  # type: ignore[no-any-return]
+
+    first.forward = writing
+    run.step(2)
+
+
 def _teaches(run: _Run) -> None:
     """A forward updates units, which it then runs without gradients."""
     teacher = run.model.blocks[1:]
@@ -289,6 +303,8 @@ PROGRAMS = [
     _Program("large units, compressed", {**HYBRID, "compression": INT8}, sizes=(4096, 4096), needs_gpu=True),
     _Program("gathered by hand", do=_gathers_by_hand),
     _Program("replaced parameters", do=_replaces),
+    _Program("replaced parameters, over replicas", OVER_REPLICAS, _replaces),
+    _Program("resharded by hand", {"reshard_after_forward": False}, _reshards),
     _Program("a teacher", do=_teaches),
     _Program("a unit that an evaluation leaves out", OVER_REPLICAS, _skips),
     _Program("a hook on sums", {"mp_policy": MIXED}, _hooks_the_sums, needs_gpu=True),

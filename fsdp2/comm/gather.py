@@ -75,7 +75,7 @@ class GatherBuffers:
         With ``fused``, one kernel unpacks all packed parameters if the ranks' pieces in order are the parameters. It is
         the default, except on a CPU, where it is no faster than copying them one by one.
         """
-        self.items, self.plan, self.full = items, plan, full
+        self.items, self.plan, self.full, self.source = items, plan, full, shards
         self._ranks, device = items[0].layout.ranks if items else 1, full.bytes.device
         self.from_host = _on_host(shards, device)
         self.wire = Buffer(plan.wire_bytes, device) if plan.casts or self.from_host else None
@@ -253,6 +253,11 @@ class Gathering:
     extras: tuple[tuple[int, int, torch.dtype], ...] = ()
     works: Sequence[Work] = ()
     event: torch.Event | None = None
+
+    def let_outlast(self) -> None:
+        """Let what it reads outlast it: somebody is about to free that, and will not wait."""
+        buffers = self.buffers
+        self.lane.keep(buffers.wire.bytes if buffers.from_host and buffers.wire is not None else buffers.source)
 
 
 class HostCopies:

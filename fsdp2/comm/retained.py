@@ -39,6 +39,13 @@ class Retained:
         self._sums: deque[_Retention] = deque()
         self._used: dict[Lane, None] = {}  # an ordered set of the lanes on which reductions have put work
 
+    def __del__(self) -> None:
+        """Let it outlast a model that is dropped behind an exception of a backward, for which nobody waits."""
+        for kept in (self.packed, self._inputs, self._encoded, self._sums):
+            for tensor in [tensor for retention in kept for tensor in retention.tensors]:
+                for lane in self._used:
+                    lane.keep(tensor)
+
     def use(self, lane: Lane) -> Lane:
         """Return ``lane``. An operation is about to put work on it, for which ``drop_all`` has to wait."""
         self._used[lane] = None

@@ -110,6 +110,16 @@ class Residency:
         # what is gathered from them.
         self.adopted = False
 
+    def __del__(self) -> None:
+        """Let what gathers read outlast a model that is dropped behind an exception, for which nobody waits."""
+        portions = self.store.portions
+        if portions is not None and portions.arriving is not None:
+            portions.arriving.let_outlast()
+        if self.work is not None:
+            self.work.let_outlast()
+            if portions is not None:  # its lane has waited for the gather of the portions, and compute has not
+                self.work.lane.keep(portions.gather.source)
+
     def __repr__(self) -> str:
         kept = f", {self.kept.name.lower()} kept" if self.kept else ""
         return f"{self.level.name.lower()} in memory{kept}, shows {'summoned' if self.summoned else self.shown}"

@@ -8,6 +8,7 @@ The programs are those of ``tests/step/test_streams.py``. Every wait of ``fsdp2/
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2.comm import streams
@@ -218,6 +220,42 @@ def test_every_row_of_the_table_is_left_out_once():
     """The table of waits and the programs are about the same."""
     rows = [line.strip("|").split("|") for line in (streams.__doc__ or "").splitlines() if line.startswith("| ")][1:]
     assert {(row[0].strip(), row[3].strip()) for row in rows} == set(ROWS)
+
+
+# ---- a model that nobody ends ----
+
+
+def fail(*unused: Any) -> None:
+    """Raise what only a caller raises."""
+    raise KeyError("of the caller")
+
+
+@pytest.mark.parametrize("raises", ["forward", "backward"])
+@pytest.mark.parametrize("setup", ["fp32", "mixed", "over replicas", "compressed"])
+def test_a_model_is_dropped_behind_an_exception(raises, setup):
+    """Nobody waits for what is on its way: the model's memory went to the next kernel while it was read."""
+
+    def drops(mesh: DeviceMesh) -> None:
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        for unit in (*model, model):
+            fsdp2.fully_shard(unit, mesh=mesh, **SETUPS[setup])
+        for step in range(3):
+            if step == 2 and raises == "forward":
+                model[1].register_forward_hook(fail)
+            elif step == 2:
+                model[1].weight.register_hook(fail)
+            with pytest.raises(KeyError) if step == 2 else contextlib.nullcontext():
+                model(torch.randn(4, 256)).float().sum().backward()
+            model.zero_grad()
+
+    names = ("replicate", "shard") if "over replicas" in setup else ("shard",)
+    with ranks(8, *names, shape=(2, 4) if len(names) == 2 else ()) as mesh, Ordering() as ordering:
+        drops(mesh)
+        gc.collect()
+        kept = [
+            torch.zeros(numel, device="cuda") for numel in (8192, 8224, 8256, 16448, 65536, 65792) for _ in range(6)
+        ]
+    assert not ordering.races() and kept
 
 
 # ---- the recorder itself ----

@@ -53,27 +53,28 @@ def test_a_module_whose_import_has_begun_is_not_passed_after_the_end(
 PREBUILT = """
 import sys
 import torch
+import torch.distributed as dist
 from torch import nn
 import fsdp2
-from tests.support.fake import fake_mesh
 
 model = nn.Linear(4, 4, bias=False)
 optimizer = torch.optim.AdamW(model.parameters())
 model(torch.ones(1, 4)).sum().backward()
 optimizer.step()
 optimizer.zero_grad()
-with fake_mesh(1) as mesh:
-    fsdp2.fully_shard(model, mesh=mesh)
-    assert "torch.distributed.checkpoint.state_dict" not in sys.modules
-    import torch.distributed.checkpoint.state_dict as checkpoints
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fsdp2.fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+assert "torch.distributed.checkpoint.state_dict" not in sys.modules
+import torch.distributed.checkpoint.state_dict as checkpoints
 
-    moments = {name: torch.full((4, 4), 2.0) for name in ("exp_avg", "exp_avg_sq")}
-    group = {**optimizer.param_groups[0], "params": ["weight"]}
-    loaded = {"state": {"weight": {**moments, "step": torch.tensor(3.0)}}, "param_groups": [group]}
-    options = checkpoints.StateDictOptions(full_state_dict=True)
-    checkpoints.set_optimizer_state_dict(model, optimizer, loaded, options=options)
-    state = optimizer.state[model.weight]
-    print(int(state["step"]), state["exp_avg"].to_local().unique().tolist())
+moments = {name: torch.full((4, 4), 2.0) for name in ("exp_avg", "exp_avg_sq")}
+group = {**optimizer.param_groups[0], "params": ["weight"]}
+loaded = {"state": {"weight": {**moments, "step": torch.tensor(3.0)}}, "param_groups": [group]}
+options = checkpoints.StateDictOptions(full_state_dict=True)
+checkpoints.set_optimizer_state_dict(model, optimizer, loaded, options=options)
+state = optimizer.state[model.weight]
+print(int(state["step"]), state["exp_avg"].to_local().unique().tolist())
+dist.destroy_process_group()
 """
 
 

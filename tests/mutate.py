@@ -4,6 +4,7 @@
     python tests/mutate.py --likely   # only the tests that enter what is broken; what they miss is left for later
     python tests/mutate.py --list     # the places, without running anything
     python tests/mutate.py --only reduce.py --again
+    python tests/mutate.py --shuffle 7 # in an order by chance, so that what there is time for is a sample
     python tests/mutate.py --folders sharding --among tests/unit   # a part of the package, asked of a part of the tests
                                       # the table keeps what other calls found in the other parts
 
@@ -11,7 +12,10 @@ A rule finds places in the syntax tree, so it survives a restructuring. Each mut
 the table names runs first; then of the tests without processes those that enter the broken function, as
 ``runs/entered.json`` knows; then all that ``make test`` runs. The first failure ends it. A failure counts if the test
 fails alone as well, and passes without the mutant. Results are kept in ``runs/mutation.jsonl``, by the text of the
-broken function: what has changed since is run again.
+broken function: what has changed since is run again. It may be interrupted at any time.
+
+A busy machine makes no test fail here: one that ran out of time runs again without the mutant, and then with it for as
+long as ten times that took.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import ast
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -46,10 +51,14 @@ PLACES = 7
 FIRST_SECONDS = 100
 """How long the tests may take that run before all others."""
 LIMIT_SECONDS = 60
-"""How long one test may take before it counts as hanging."""
+"""How long one test may take before it is looked at whether it hangs."""
+SLOWER = 10
+"""How many times longer than without the mutant it takes then, at least."""
+OUT_OF_TIME = re.compile(r"the test takes more than|no answer: hung or died|TimeoutError|TimeoutExpired|timed out")
+"""What tests say that ran out of time, if not that they fail."""
 STAGE_SECONDS = 2400
 """How long a run of tests may take; one that takes longer shows nothing."""
-BASICS = ("streams", "counts", "memory", "sequences", "strict_nccl", "launches")
+BASICS = ("scenarios", "streams", "counts", "memory", "strict_nccl", "launches")
 """The files of tests/step that are asked before others: they simulate ranks and streams in one process."""
 SPARED = re.compile(
     r"check|refuse|explain|describe|message|error|warn|log|emit|fail|repr|name|trace|compare|append|hook_(saving|loading)|given"
@@ -364,14 +373,23 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def first_failure(folder: Path, files: list[str], *options: str) -> str:
-    """Run tests until one fails and return its name, "" if none does.
+@dataclass(frozen=True)
+class Failure:
+    """The first test that failed; ``late`` if all that it says is that it ran out of time."""
+
+    test: str
+    late: bool
+
+
+def first_failure(folder: Path, files: list[str], *options: str, limit: float = LIMIT_SECONDS) -> Failure | None:
+    """Run tests until one fails, or takes longer than ``limit``; None if none does.
 
     Raises ``TimeoutError`` if they do not end.
     """
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--limit={LIMIT_SECONDS}"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--limit={limit}"]
     command += [*options, *(f"--deselect={test}" for test in FAILING)]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile everything
     try:
         ended = subprocess.run(
             [*command, *files], cwd=folder, env=environment, capture_output=True, text=True, timeout=STAGE_SECONDS
@@ -379,24 +397,29 @@ def first_failure(folder: Path, files: list[str], *options: str) -> str:
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"the tests took more than {STAGE_SECONDS} seconds") from None
     if ended.returncode in (0, 5):
-        return ""
+        return None
     failed = re.search(r"^(?:FAILED|ERROR) (\S+(?: [^-]\S*)*)", ended.stdout, re.MULTILINE)
-    return failed[1] if failed else f"pytest ends with {ended.returncode}"
+    late = OUT_OF_TIME.search(ended.stdout) is not None
+    return Failure(failed[1] if failed else f"pytest ends with {ended.returncode}", late)
 
 
 def noticed_by(folder: Path, whole: Path, files: list[str], *options: str) -> str:
     """Return the first test that fails in ``folder`` and not in the ``whole`` tree, "" if there is none."""
     while True:
-        by = first_failure(folder, files, *options)
-        if "::" not in by:
-            return by
-        if by not in PASSING and not first_failure(whole, [by]):
-            PASSING.add(by)
+        failure = first_failure(folder, files, *options)
+        if failure is None or "::" not in failure.test:
+            return failure.test if failure else ""
+        by, seconds = failure.test, 0.0
+        if by not in PASSING or failure.late:
+            start = time.monotonic()
+            passes = first_failure(whole, [by], limit=STAGE_SECONDS / SLOWER) is None
+            seconds = time.monotonic() - start
+            PASSING.add(by) if passes else PASSING.discard(by)
         if by not in PASSING:
             FAILING.append(by)
-        elif first_failure(folder, [by]):
+        elif first_failure(folder, [by], limit=max(LIMIT_SECONDS, SLOWER * seconds)):
             return by
-        else:  # what ran before it makes it fail, in an order that no other run has
+        else:  # what ran before it makes it fail, in an order that no other run has; or the machine was busy
             options = (*options, f"--deselect={by}")
 
 
@@ -495,6 +518,7 @@ def main() -> int:
     parser.add_argument("--likely", action="store_true", help="run only the tests that are likely to notice")
     parser.add_argument("--only", default="", metavar="TEXT", help="places or rules that have this in their names")
     parser.add_argument("--again", action="store_true", help="run what has been run as well")
+    parser.add_argument("--shuffle", type=int, metavar="SEED", help="in an order by chance")
     parser.add_argument("--places", type=int, default=PLACES, help="how many places of each rule in a folder")
     parser.add_argument("--workers", type=int, default=2, help="processes for the tests that run last")
     parser.add_argument("--folders", nargs="+", default=FOLDERS, metavar="FOLDER", help="of the package, to be broken")
@@ -504,26 +528,32 @@ def main() -> int:
     chosen = places(options.places)
     kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     results, earlier = {str(one["key"]): one for one in kept}, named()
+    wanted: dict[str, Mutant] = {}  # by title
+    for number, mutant in enumerate(chosen, 1):
+        title = f"{number:3} {mutant.place} line {mutant.line}: {mutant.rule}: {cell(mutant.was)} -> {cell(mutant.now)}"
+        known = mutant.equivalent or (mutant.key in results and not options.again)
+        if mutant.folder in options.folders and options.only in title and (options.list or not known):
+            wanted[title] = mutant
+    titles = [*wanted]
+    if options.shuffle is not None:
+        random.Random(options.shuffle).shuffle(titles)
+    if options.list:
+        print("\n".join(titles))
+        return 0
     with tempfile.TemporaryDirectory() as name:
         copy_tree(Path(name))
-        tests = {} if options.list else entered(Path(name))
-        for number, mutant in enumerate(chosen, 1):
-            change = f"{mutant.rule}: {cell(mutant.was)} -> {cell(mutant.now)}"
-            title = f"{number:3} {mutant.place} line {mutant.line}: {change}"
-            known = mutant.equivalent or (mutant.key in results and not options.again)
-            left_out = mutant.folder not in options.folders or options.only not in title
-            if left_out or (known and not options.list):
-                continue
-            print(title, flush=True)
-            if not options.list:
-                workers = 0 if options.likely else options.workers
+        tests = entered(Path(name))
+        try:
+            for title in titles:
+                mutant, workers = wanted[title], 0 if options.likely else options.workers
+                print(title, flush=True)
                 try:
                     by = earlier.get(mutant.row, "")
                     keep(run(mutant, [*results.values()], Path(name), tests, workers, by), results)
                 except TimeoutError as error:
                     print(f"    {error}", flush=True)
-    if not options.list:
-        TABLE.write_text(table(chosen, results))
+        finally:  # also when it is interrupted
+            TABLE.write_text(table(chosen, results))
     return 0
 
 

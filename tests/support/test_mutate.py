@@ -95,3 +95,25 @@ def test_tests_that_enter_what_is_broken_run_first(tmp_path: Path) -> None:
     assert mutate.likely(mutant, ["a.py", "b.py"], tests) == ["a.py::narrow", "b.py::only", "a.py::wide"]
     tests["b.py"]["b.py::only"] = (much, [here])
     assert mutate.likely(mutant, ["a.py", "b.py"], tests) == ["a.py::narrow", "a.py::wide"]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_busy_machine_notices_nothing(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that ran out of time counts only if it does so again, in ten times as long as it takes without the
+    mutant just then."""
+    asked: list[tuple[str, float]] = []
+    clock = iter(float(second) for second in range(0, 1000, 30))  # the test takes 30 seconds
+
+    def first_failure(folder: Path, files: list[str], *options: str, limit: float = 60.0) -> mutate.Failure | None:
+        asked.append((folder.name, limit))
+        deselected = "--deselect=a.py::slow" in options
+        fails = folder.name == "broken" and not deselected and (hangs or len(asked) == 1)
+        return mutate.Failure("a.py::slow", late=True) if fails else None
+
+    monkeypatch.setattr(mutate, "first_failure", first_failure)
+    monkeypatch.setattr(mutate, "PASSING", {"a.py::slow"})
+    monkeypatch.setattr(mutate, "FAILING", [])
+    monkeypatch.setattr(mutate.time, "monotonic", lambda: next(clock))
+    assert mutate.noticed_by(Path("broken"), Path("whole"), ["a.py"]) == ("a.py::slow" if hangs else "")
+    assert asked[:3] == [("broken", 60), ("whole", 240), ("broken", 300)]
+    assert mutate.FAILING == []

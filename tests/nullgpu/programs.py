@@ -1,4 +1,4 @@
-"""The programs of ``tests/step/test_streams.py`` on the null device, as one rank of eight or any other number."""
+"""The programs of ``tests/support/scenarios.py`` on the null device, as one rank of eight or any other number."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The streams, events, allocator and process group are torch's own.
 
-The programs are those of ``tests/step/test_streams.py``. Every wait of ``fsdp2/comm/streams.py`` is left out once.
+The programs are those of ``tests/support/scenarios.py``. Every wait of ``fsdp2/comm/streams.py`` is left out once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -26,10 +26,10 @@ from fsdp2.comm import streams
 from tests.nullgpu.ordering import Ordering
 from tests.nullgpu.programs import Cuda, ranks
 from tests.step.test_extensions import Halves
-from tests.step.test_streams import PROGRAMS, SETUPS, WAITS, Training, host_state, training
+from tests.step.test_streams import WAITS
 from tests.support.cases import TRANSFERS
+from tests.support.scenarios import PROGRAMS, SETUPS, Program, Training, can_run, host_state, training
 
-Program = Callable[[Training], None]
 wait_event = torch.cuda.Stream.wait_event
 
 
@@ -83,18 +83,6 @@ def races(program: Program, setup: str, transfer: str, ignored: tuple[str, ...] 
         program(Training(mesh, Cuda(), setup, transfer))  # type: ignore[arg-type]
     assert bool(skipped) is (ignored is not None), f"{ignored} waits for nothing in this program"
     return ordering.races()
-
-
-def can_run(program: Program, setup: str) -> bool:
-    """Whether a program is possible in a setup."""
-    name = program.__name__
-    if "offloaded" in setup and name == "captured":
-        return False  # the host waits for the gradients
-    if "offloaded" in setup and name == "gradients":
-        return False  # torch's clip_grad_norm_ needs a backend for tensors on the host, as with gloo beside NCCL
-    if "compressed" in setup and name == "allocated_by_the_group":
-        return False  # refused: it is a custom reduction, which compression is too
-    return not (setup == "partly offloaded" and name in ("hooks", "hook_raises"))  # refused: two groups in a unit
 
 
 def every_program() -> list[Any]:

@@ -1,12 +1,12 @@
 """Whether NCCL would take every collective, on one rank of many and without a GPU.
 
-The shapes are those whose slices are no multiple of 16 bytes, or that leave a unit with one gradient to send.
+The shapes are those whose slices are no multiple of 16 bytes, or that leave a unit with one gradient to send. What a
+training loop does is tried in ``test_scenarios.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import fsdp2
-from tests.step import test_streams
 from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.counting import Collectives
@@ -133,43 +132,6 @@ def test_every_name_of_nccl(name):
         with Collectives() as seen:
             model(torch.randint(VOCABULARY, (1, 3)))
         assert seen.gathers == 3  # one coalesced launch for a unit
-
-
-ON_THE_HOST = [program for program in test_streams.PROGRAMS if program is not test_streams.captured]
-"""Programs that need no device that captures."""
-
-
-@pytest.mark.parametrize(
-    ("setup", "transfer"), list(zip(test_streams.SETUPS, cycle(reversed(TRANSFERS)), strict=False))
-)
-def test_training(setup, transfer):
-    """Every option that changes what is sent."""
-    with strict_nccl(), fake_mesh(8) as mesh:
-        test_streams.training(test_streams.Training(mesh, None, setup, transfer))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("program", "setup", "transfer"),
-    list(zip(ON_THE_HOST, cycle(["bfloat16", "hybrid, mixed", "fp32"]), cycle(TRANSFERS), strict=False)),
-)
-def test_programs(program: Callable[..., None], setup, transfer):
-    """Everything else that a training loop does."""
-    with strict_nccl(), fake_mesh(8) as mesh:
-        program(test_streams.Training(mesh, Host(), setup, transfer))  # type: ignore[arg-type]
-
-
-class Host:
-    """In the place of the simulated device: a host has neither streams nor events."""
-
-    def Stream(self, device: object = None) -> None:  # as torch.cuda calls it
-        """Return no stream."""
-
-    def current_stream(self, device: object = None) -> Host:
-        """Return what records nothing."""
-        return self
-
-    def record_event(self) -> None:
-        """Return no event."""
 
 
 # ---- the double itself ----

@@ -6,8 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2 import FSDPModule
+from fsdp2._torch.forecast import operator_arguments, unboxed_group
 from fsdp2._trace import listening
 
 GATHERS = ("allgather", "_allgather", "all_gather")
@@ -27,6 +31,19 @@ def gathers(run: Callable[[], object]) -> int:
     return [event for event, _ in events(run)].count("unshard")
 
 
+def in_memory(model: nn.Module) -> list[str]:
+    """Return the names of the units whose full parameters are in memory or on their way, and free those of all units.
+
+    ``unshard()`` gathers nothing for them, and ``reshard()`` frees something. Every rank must ask.
+    """
+    found = []
+    for name, unit in model.named_modules():
+        if isinstance(unit, FSDPModule):
+            heard = {event for event, _ in events(lambda unit=unit: [unit.unshard(), unit.reshard()])}  # type: ignore[misc]
+            found += [name] if heard == {"reshard"} else []
+    return found
+
+
 class Collectives(TorchDispatchMode):
     """Counts gathers, reductions and everything else that moves data between ranks while it is active.
 
@@ -36,10 +53,13 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.groups: dict[str, list[ProcessGroup]] = {}  # those of "gather", "reduction", ..., in order
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.counts[kind_of(func.__name__)] += 1
+            kind = kind_of(func.__name__)
+            self.counts[kind] += 1
+            self.groups.setdefault(kind, []).append(group_of(func, args))
         return func(*args, **(kwargs or {}))
 
     @property
@@ -55,6 +75,7 @@ class Collectives(TorchDispatchMode):
     def reset(self) -> None:
         """Count from zero again."""
         self.counts.clear()
+        self.groups.clear()
 
 
 class Operators(TorchDispatchMode):
@@ -71,6 +92,12 @@ class Operators(TorchDispatchMode):
         if (noted := self.note(func, args)) is not None:
             self.seen.append(noted)
         return func(*args, **(kwargs or {}))
+
+
+def group_of(func: Any, args: Any) -> ProcessGroup:
+    """Return the process group of a collective."""
+    place = [argument.name for argument in operator_arguments(func)].index("process_group")
+    return unboxed_group(args[place])
 
 
 def kind_of(name: str) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses import FakeTensor
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2.comm import streams
 from tests.support import ROOT
+from tests.support.counting import group_of
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 Clocks = dict[str, int]  # how many kernels of each stream are known to be done
@@ -72,6 +73,10 @@ class Event:
     def __init__(self, device: Device, clocks: Clocks) -> None:
         self._device, self.clocks, self.capture = device, clocks, device.capture
 
+    def record(self, stream: Stream) -> None:
+        """Let it be behind what is on ``stream`` now."""
+        self.clocks, self.capture = dict(stream.clocks), self._device.capture
+
     def synchronize(self) -> None:
         """Let the host wait."""
         self._device.wait_on_host(self.clocks)
@@ -102,6 +107,17 @@ def _merge(clocks: Clocks, others: Clocks) -> None:
         clocks[stream] = max(time, clocks.get(stream, 0))
 
 
+class Launch(NamedTuple):
+    """A collective. Groups are numbered by when each is first used: ranks of several groups name theirs differently."""
+
+    group: int
+    ranks: int
+    stream: str
+    operator: str
+    numel: int
+    dtype: torch.dtype
+
+
 class Mistake(Exception):
     """The first mistake on a device that is told to stop at it."""
 
@@ -109,20 +125,22 @@ class Mistake(Exception):
 class Device(TorchDispatchMode):
     """The device; as a context, all lanes are streams of it."""
 
-    def __init__(self, ignored: tuple[str, ...] | None = None) -> None:
+    def __init__(self, ignored: tuple[str, ...] | None = None, *, watches: bool = True) -> None:
         """``ignored`` are the functions that the waits come from which the device is to forget, innermost first.
 
-        Then one mistake is enough: it raises ``Mistake``.
+        Then one mistake is enough: it raises ``Mistake``. One that does not watch notes collectives alone.
         """
         super().__init__()
-        self.ignored = ignored
+        self.ignored, self.watches = ignored, watches
         self.mistakes: list[str] = []
         self.asked_for: set[object] = set()  # the devices whose streams were asked for; None is the current one
-        self.host_waits: list[str] = []  # copies that the host had to wait for
+        self.host_waits: list[str] = []  # copies and numbers that the host had to wait for
         self.capture = self._captures = self._begin = 0  # which capture runs, how many there were, where it began
+        self.launched: list[Launch] = []
         self.compute = Stream(self, "compute")
         self.streams = [self.compute]
         self._current = [self.compute]
+        self._groups: list[str] = []
         self._host: Clocks = {}
         self._cpu = Stream(self, "host")
         self._memory: dict[int, tuple[StorageWeakRef, Memory]] = {}
@@ -176,6 +194,12 @@ class Device(TorchDispatchMode):
         self.capture = 0
 
     # ---- notes ----
+
+    @property
+    def live_bytes(self) -> int:
+        """The bytes of all memory that is alive, of what kernels have touched."""
+        self._collect()
+        return sum({id(memory): memory.end - memory.begin for _, memory in self._memory.values()}.values())
 
     def mistake(self, text: str) -> None:
         """Note ``text`` once."""
@@ -233,6 +257,13 @@ class Device(TorchDispatchMode):
         kept = [a for a in memory.accesses if not _supersedes(access, a)]
         memory.accesses = [*kept, access]
 
+    def _note_launch(self, func: Any, args: Any) -> None:
+        tensors, group = _tensors(args), group_of(func, args)
+        if group.group_name not in self._groups:
+            self._groups.append(group.group_name)
+        where = self._groups.index(group.group_name), group.size(), self._current[-1].name
+        self.launched.append(Launch(*where, str(func), sum(tensor.numel() for tensor in tensors), tensors[0].dtype))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the kernel and note what it touched."""
         if any(issubclass(kind, FakeTensor) for kind in types):
@@ -240,6 +271,10 @@ class Device(TorchDispatchMode):
         if any(kind not in PLAIN for kind in types):
             return NotImplemented  # the kernels that a subclass comes to are what counts
         kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            self._note_launch(func, args)
+        if not self.watches:
+            return func(*args, **kwargs)
         if _is_view(func):  # two of three operators; a view touches nothing
             return func(*args, **kwargs)
         read, written = _touched(func, args, kwargs)
@@ -267,6 +302,7 @@ class Device(TorchDispatchMode):
             memory = self._memory_of(tensor.untyped_storage())
             memory.host = "pageable" if stream is self._cpu else memory.host
         if name in ("_local_scalar_dense", "item"):
+            self.host_waits.append(where)
             self.wait_on_host(stream.clocks)
         if copies and of_host and ("pageable" in of_host or not _is_queued(func, args, kwargs)):
             self.host_waits.append(where)
@@ -372,7 +408,8 @@ def _place() -> str:
     """The innermost line of the project, or else of anybody, that runs now."""
     frame: Any = sys._getframe(2)
     while frame is not None:
-        if path := _in_project(frame.f_code.co_filename):
+        path = _in_project(frame.f_code.co_filename)
+        if path and frame.f_code.co_name != "__torch_dispatch__":  # of another mode
             return f"{path}:{frame.f_lineno} ({frame.f_code.co_name})"
         frame = frame.f_back
     return "autograd"

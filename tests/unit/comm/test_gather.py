@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from fsdp2.compression.formats import BlockFormat
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import FlatPlan, PlannedParam, TransferSizes, plan_flat
+from tests.support.fake import fake_mesh
+from tests.support.scenarios import Training
 from tests.support.streams import Device
 from tests.unit.comm.ranks import axes, sent, simulated
 from tests.unit.strategies import chunk, counted, dense_strides, layouts
@@ -375,3 +378,20 @@ def test_encoded_parameters_of_a_group_travel_together_with_the_others() -> None
     plain = 4 * (8 * 16 + 4 * 2) // 2
     assert 3 * 64 * 32 <= message.sent.nbytes - plain <= 1.05 * 3 * 64 * 32
     assert [one.func for one in ranks[0].buffers.fills].count(form.encode) == 1
+
+
+def test_the_host_is_read_while_the_gather_before_is_on_its_way() -> None:
+    """With shards on the host a unit's copy waits for no gather but the one before the last."""
+    waits: list[Any] = []
+    with mock.patch("fsdp2.comm.gather._on_host", return_value=True), fake_mesh(8) as mesh, Device() as device:
+        run = Training(mesh, device, "copied from the host", "packed")
+        run.step(2)
+        comm = run.model._get_fsdp_state().root.comm
+
+        def note(before: Any) -> None:
+            waits.append((before, [event for _, event in comm.copies._sent]))
+
+        with mock.patch.object(comm.lanes.copy, "wait", side_effect=note):
+            run.forward()
+    gathers = [before for before, _ in waits if before not in (None, comm.lanes.shards_written)]
+    assert len(gathers) == 4 and not any(before in under_way for before, under_way in waits)

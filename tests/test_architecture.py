@@ -115,6 +115,15 @@ def test_every_stage_of_the_life_of_a_parameter_is_cited():
     assert cited == {int(number) for number in re.findall(r"^(\d+)\. ", section, re.MULTILINE)}
 
 
+def test_only_unit_tests_read_the_engine():
+    """Others look from outside, so that they judge any engine alike. The exceptions read options, swap lanes, and call
+    a hook at a wrong time."""
+    found = {source.path for source in EVERYTHING if "._get_fsdp_state()" in source.text}
+    others = {path for path in found if path.startswith("tests/") and not path.startswith("tests/unit/")}
+    allowed = {"tests/support/inside.py", "tests/gpu/test_nccl.py", "tests/docs/remedies.py"}
+    assert others - {"tests/test_architecture.py"} == allowed
+
+
 def test_no_utils():
     """A file is named after what is in it."""
     names = {Path(source.path).name for source in PACKAGE}

@@ -16,6 +16,7 @@ import fsdp2
 from tests.grouping.models import BLOCKS, Block, Net, nodes_mesh, whole
 from tests.support import api
 from tests.support.counting import Collectives
+from tests.support.inside import options_of
 from tests.support.parity import Run, assert_parity, full, mesh_1d, stack
 from tests.support.pool import on_ranks
 
@@ -89,7 +90,7 @@ def test_no_sync_restores_each_units_setting(rank, world):
     module.blocks[1].set_requires_all_reduce(False)
 
     def settings():
-        found = [unit._get_fsdp_state().groups[0].store.options for unit in fsdp2.fsdp_modules(module)]
+        found = [options_of(unit) for unit in fsdp2.fsdp_modules(module)]
         return [(options.reduce_gradients, options.all_reduce_gradients) for options in found]
 
     before = [(True, True), (False, False), (True, False), (True, True)]
@@ -102,7 +103,7 @@ def test_no_sync_restores_each_units_setting(rank, world):
         module.set_reshard_after_backward(False)
         raise KeyError
     assert settings() == before
-    assert not module._get_fsdp_state().groups[0].store.options.reshard_after_backward
+    assert not options_of(module).reshard_after_backward
     with fsdp2.no_sync(module.blocks[2]):
         assert settings() == [*before[:3], (False, False)]
     parent = nn.Sequential(module, nn.Linear(8, 8))

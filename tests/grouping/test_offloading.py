@@ -10,6 +10,7 @@ import fsdp2
 from fsdp2 import CPUOffloadPolicy, OffloadPolicy, cpu_offload_by_budget
 from tests.grouping.models import Block, Net
 from tests.support import api
+from tests.support.inside import options_by_name
 from tests.support.parity import assert_parity, mesh_1d, mesh_2d
 from tests.support.pool import on_ranks
 
@@ -53,9 +54,8 @@ def test_budgets_that_are_no_number_of_bytes(budget):
 
 def homes(module: nn.Module) -> dict[str, bool]:
     """Return whether each parameter lives on the CPU whatever the device."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    groups = [group for unit in fsdp2.fsdp_modules(module) for group in unit._get_fsdp_state().groups]
-    return {names[param.sharded]: group.store.offloads for group in groups for param in group.params}
+    found = options_by_name(module).items()
+    return {name: isinstance(options.offload_policy, CPUOffloadPolicy) for name, options in found}
 
 
 @on_ranks(2, 4)

@@ -27,6 +27,7 @@ from tests.grouping.models import BLOCKS, Block, Net, names_of_units
 from tests.support import api
 from tests.support.counting import Collectives
 from tests.support.fake import fake_mesh
+from tests.support.inside import options_of
 from tests.support.parity import assert_parity, mesh_1d, shard_each, stack
 from tests.support.pool import on_ranks
 
@@ -167,7 +168,7 @@ def test_what_is_sharded_already_is_left(rank, world):
     run = assert_parity(prepare, build=Net, against=("alone",))
     inner = [f"blocks.{i}.{part}" for i in (0, 2) for part in ("up", "down")]
     assert sorted(names_of_units(run.module)) == sorted(["", "stem", "head", *BLOCKS, *inner])
-    assert run.module.blocks[1]._get_fsdp_state().groups[0].store.options.reshard_after_forward is False
+    assert options_of(run.module.blocks[1]).reshard_after_forward is False
     module = Net()
     for block in module.blocks:
         fsdp2.fully_shard(block)
@@ -244,7 +245,7 @@ def test_arguments_of_single_units(rank, world):
     fsdp2.fully_shard(module, policy=lambda part: own.get(part, False), ignored_params=both, reshard_after_forward=True)
     plain = {name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
     assert plain == {"norm.weight", "blocks.0.norm.weight", "blocks.0.norm.bias"}
-    options = [block._get_fsdp_state().groups[0].store.options for block in module.blocks]
+    options = [options_of(block) for block in module.blocks]
     assert [option.reshard_after_forward for option in options] == [False, None, True]
     assert options[0].mp_policy == low and options[1].mp_policy == MixedPrecisionPolicy()
     assert isinstance(options[1].offload_policy, CPUOffloadPolicy)
@@ -293,7 +294,7 @@ def test_names_of_the_old_arguments(rank, world):
             mp_policy=MixedPrecisionPolicy(torch.float16),
             reshard_after_forward=True,
         )
-        assert getattr(module.blocks[0]._get_fsdp_state().groups[0].store.options, option) == expected
+        assert getattr(options_of(module.blocks[0]), option) == expected
     module = Net()
     states = lambda part: {"ignored_states": [part.norm]} if is_block(part) else False
     fsdp2.fully_shard(module, policy=CustomPolicy(states))

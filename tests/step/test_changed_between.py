@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import swap_tensors
 
+import fsdp2
 from tests.support import api
+from tests.support.inside import options_of
 from tests.support.models import mlp
 from tests.support.parity import assert_gradients, beside_one_process, mesh_of, sharded
 from tests.support.pool import on_ranks
@@ -113,6 +115,10 @@ def test_batch_norm_follows_its_buffers(rank, world, when):
         for name in ("running_mean", "running_var"):
             setattr(module[1], name, getattr(module[1], name).to(dtype))
 
+    def computed_in() -> torch.dtype:
+        with torch.no_grad(), fsdp2.use_weights(module[1]):
+            return module[1].weight.dtype
+
     def step() -> None:
         module(torch.randn(4, 3)).float().square().sum().backward()
         assert all(p.grad.to_local().isfinite().all() for p in module.parameters())
@@ -121,14 +127,14 @@ def test_batch_norm_follows_its_buffers(rank, world, when):
         step()
     cast(torch.bfloat16)
     step()
-    assert module[1]._get_fsdp_state().groups[0].params[0].compute_dtype == torch.bfloat16
+    assert computed_in() == torch.bfloat16
     if when == "back":
         module[1].unshard()
         held = module[1].weight
         cast(torch.float32)
         step()
         assert not held.untyped_storage().size()  # what was gathered in bfloat16 is freed, whoever refers to it
-        assert module[1]._get_fsdp_state().groups[0].params[0].compute_dtype == torch.float32
+        assert computed_in() == torch.float32
     assert module[1].weight.dtype == torch.float32
 
 
@@ -136,7 +142,6 @@ def test_batch_norm_follows_its_buffers(rank, world, when):
 def test_settings_that_reach_below(rank, world):
     """``recurse=True`` sets what torch sets for one module only in all units below, too."""
     module, _ = models()
-    inner, outer = (m._get_fsdp_state().groups[0] for m in (module[0], module))
     settings = {
         "set_gradient_divide_factor": (4.0, "divide_factor"),
         "set_force_sum_reduction_for_comms": (True, "force_sum"),
@@ -144,11 +149,11 @@ def test_settings_that_reach_below(rank, world):
         "set_all_reduce_hook": (torch.Tensor.zero_, "all_reduce_hook"),
     }
     for method, (value, name) in settings.items():
-        before = getattr(inner.store.options, name)
+        before = getattr(options_of(module[0]), name)
         getattr(module, method)(value)
-        assert getattr(outer.store.options, name) == value and getattr(inner.store.options, name) == before
+        assert getattr(options_of(module), name) == value and getattr(options_of(module[0]), name) == before
         getattr(module, method)(value, recurse=True)
-        assert getattr(inner.store.options, name) == value
+        assert getattr(options_of(module[0]), name) == value
 
 
 @on_ranks(2)

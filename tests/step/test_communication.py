@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import nn
 
 from tests.support import api
 from tests.support.counting import Collectives
+from tests.support.inside import options_of
 from tests.support.parity import (
     STEPS,
     Run,
@@ -157,10 +160,9 @@ def test_memory_from_the_process_group(rank, world, when):
             unit.set_allocate_memory_from_process_group_for_comm(True)
 
     run = assert_parity(on_one_axis, program=setting(setter, when))
-    group = run.module[0]._get_fsdp_state().groups[0]
-    assert type(group.store.options.all_gather).__name__ == "ProcessGroupAllocAllGather"
+    assert type(options_of(run.module[0]).all_gather).__name__ == "ProcessGroupAllocAllGather"
     run.module[0].set_allocate_memory_from_process_group_for_comm(False)
-    assert group.store.options.all_gather is None and group.store.options.reduce_scatter is None
+    assert options_of(run.module[0]).all_gather is None and options_of(run.module[0]).reduce_scatter is None
     with Collectives() as seen:
         run.module(torch.ones(1, 8)).sum().backward()
     assert seen.gathers == 5  # the unit that forward ends with stays for backward
@@ -187,17 +189,16 @@ def test_separate_reduce_scatter_group(rank, world, when, recurse):
         plain_layers.set_separate_reduce_scatter_group(recurse=recurse)
 
     run = assert_parity(on_one_axis, program=setting(setter, when), against=api.against("2.13"))
-    groups = [unit._get_fsdp_state().groups[0] for unit in run.module]
-    own = [group.gradients.axis.group is not group.mesh.shard.group for group in groups]
-    assert own == ([True] * 3 if recurse else [True, False, False])
-    assert len({id(group.gradients.axis.group) for group in groups if group.gradients.axis.group}) == (
-        1 if recurse else 2
-    )
-    assert groups[0].gradients.axis.group.size() == world
-    run.module.set_separate_reduce_scatter_group(False)
-    assert all(group.gradients.axis.group is group.mesh.shard.group for group in groups)
-    run.module(torch.ones(1, 8)).sum().backward()
-    assert run.module[0].weight.grad is not None
+    for on in (True, False):
+        if not on:
+            run.module.set_separate_reduce_scatter_group(False)
+        with Collectives() as seen:
+            run.module(torch.ones(1, 8)).sum().backward()
+        (shared,) = {group.group_name for group in seen.groups["gather"]}
+        used = [group.group_name for group in reversed(seen.groups["reduction"])]  # by unit
+        assert [name != shared for name in used] == ([on] * 3 if recurse else [on, False, False])
+        assert len(set(used)) == (2 if on and not recurse else 1)
+        assert {group.size() for group in seen.groups["reduction"]} == {world}
 
 
 @on_ranks(2, 4)
@@ -276,12 +277,18 @@ def test_post_optim_event(rank, world):
             run.update()
 
     run = assert_parity(on_one_axis, program=program, against=("alone",))
-    state = run.module._get_fsdp_state()
-    assert state._state_ctx.post_optim_event is None
-    run.module.set_post_optim_event(event := torch.Event("cpu"))
-    assert state._state_ctx.post_optim_event is event
-    run.module(torch.ones(1, 8))
-    assert state._state_ctx.post_optim_event is None
+
+    class Event:
+        def record(self) -> None:
+            """An event has this method."""
+
+    run.module.set_post_optim_event(event := Event())
+    used = weakref.ref(event)
+    del event
+    assert used() is not None
+    for _ in range(2):  # the second has none to wait for
+        run.module(torch.ones(1, 8))
+    assert used() is None
 
 
 @on_ranks(2)
@@ -294,7 +301,5 @@ def test_share_comm_ctx(rank, world):
 
     prepare = lambda module, fsdp: [fsdp.fully_shard(unit, mesh=mesh_1d()) for unit in module]
     run = assert_parity(prepare, program=setting(share, "before"))
-    contexts = [unit._get_fsdp_state()._state_ctx.comm for unit in run.module]
-    assert contexts[0] is contexts[2] is not contexts[1]
     with pytest.raises(ValueError, match="Expects FSDPModule"):
         api.ours.share_comm_ctx([run.module[0], torch.nn.Linear(2, 2)])

@@ -181,7 +181,7 @@ def test_parameters_looked_up_between_forward_and_backward(rank, world, reshard)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
     module.set_is_last_backward(True)
     module.set_reshard_after_backward(True)
-    module._get_fsdp_state()._root_post_backward_final_callback()
+    api.ours.fully_shard.state(module)._root_post_backward_final_callback()  # as torch's schedules do
     (alone(inputs).sum() + alone(inputs * 2).sum()).backward()
     assert_gradients(module, alone)
 

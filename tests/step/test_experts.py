@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fsdp2
 from tests.support import api
 from tests.support.composition import composes, refuses
+from tests.support.counting import Collectives
 from tests.support.parity import (
     SEED,
     STEPS,
@@ -178,8 +179,9 @@ def test_experts_in_the_unit_of_the_dense_parameters(rank, world, count, dim, ot
     against, tolerance = api.against("2.12"), 0.05 if other else 2e-5
     how = {"policy": policy, "against": against, "tolerance": tolerance}
     run = assert_parity(prepare, build=lambda: Mixture(count), **how)
-    groups = run.module._get_fsdp_state()._fsdp_param_groups
-    assert sorted(group.mesh_info.mesh.size() for group in groups) == [2, 4]
+    with Collectives() as seen:
+        run.module.unshard()
+    assert sorted(group.size() for group in seen.groups["gather"]) == [2, 4]
 
 
 @composes("experts", "uneven")

@@ -10,9 +10,10 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +26,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils import _pytree as pytree
 
-from fsdp2.engine.buffers import ShardStore
-from fsdp2.engine.observer import Answer, Collective, Unobserved
 from tests.ranks.apart import run_apart
 from tests.support import api
 from tests.support.parity import (
@@ -357,7 +356,9 @@ def test_the_gathered_tensor_as_the_parameter(rank, world, reshard):
     gathers = 2 * STEPS * (2 if reshard else 1)
     stays = STEPS - 1 if reshard else 0  # the unit that forward ends with, with ours, from the second iteration on
     assert Aliasing.reused == 2 * (gathers - 2) - stays
-    storage = run.module[0]._get_fsdp_state().groups[0].params[0].full.untyped_storage()
+    run.module[0].unshard()
+    storage = run.module[0].weight.untyped_storage()
+    run.module[0].reshard()
     assert storage.size() == 0
     run.module[0].unshard()
     assert run.module[0].weight.untyped_storage()._cdata == storage._cdata and storage.size() >= 256
@@ -440,11 +441,17 @@ def test_what_was_gathered_is_released_where_the_subclass_says_so(rank, world, k
     for of in (Releasing, Halves):
         module = sharded(lambda of=of: of_halves(8, 8, kind=of), units=lambda module: (), reshard_after_forward=False)
         module.set_keep_unsharded_storage(keep)
-        (group,) = module._get_fsdp_state().groups
+        received: list[Tensor] = []
+        decode = of.fsdp_post_all_gather
+
+        def noted(self: Halves, outputs: Any, *args: Any, decode=decode, received=received, **others: Any) -> Any:
+            received[:] = outputs
+            return decode(self, outputs, *args, **others)
+
         for _ in range(3):
-            output = module(torch.ones(2, 8))
-            (extension,) = group.store.extensions._extensions
-            held = sum(tensor.untyped_storage().size() for tensor in extension.outputs)
+            with mock.patch.object(of, "fsdp_post_all_gather", noted):
+                output = module(torch.ones(2, 8))
+            held = sum(tensor.untyped_storage().size() for tensor in received)
             assert held == (0 if of is Releasing and release else 2 * 8 * 8 * 2)
             output.square().sum().backward()
         sums.append(module[0].weight.grad.full_tensor())
@@ -463,57 +470,6 @@ def test_wrong_releases(rank, world):
     setattr(module.weight._local_tensor, RELEASE, lambda: True)
     with pytest.raises(AssertionError, match="requires fsdp_pre_all_gather and fsdp_post_all_gather"):
         module(torch.ones(1, 8))
-
-
-class Postponing(Unobserved):
-    """Leaves every prefetch until it is needed, as where other ranks come to it later."""
-
-    def __init__(self) -> None:
-        self.asked: list[Collective] = []
-
-    def before(
-        self, step: Collective, *, optional: bool, can_join: Callable[[Collective], bool]
-    ) -> Answer | Collective:
-        self.asked.append(step)
-        return Answer.LATER if optional else Answer.LAUNCH
-
-
-@api.fsdp2_only
-@on_ranks(2)
-def test_a_prefetch_that_is_left_for_later(rank, world):
-    """The tensors were encoded before the observer was asked: what they send stayed allocated until the gather that was
-    needed, and that encoded them once more."""
-    module = sharded(lambda: of_halves(8, 8, 8, 8))
-    x = torch.ones(2, 8)
-    with torch.no_grad():
-        expected = module(x)  # sizes and order are known from now on
-    root = module._get_fsdp_state().root
-    stores = [group.store for group in root.groups]
-    root.observer = observer = Postponing()
-    held: list[list[int]] = []
-    for layer in module:
-        layer.register_forward_hook(lambda *_: held.append([sent(store) for store in stores]))
-    calls: list[torch.Size] = []
-    encode = Halves.fsdp_pre_all_gather
-
-    @functools.wraps(encode)
-    def noted(tensor: Halves, *args: Any) -> Any:
-        calls.append(tensor.shape)
-        return encode(tensor, *args)
-
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Halves, "fsdp_pre_all_gather", noted)
-        torch.testing.assert_close(module(x), expected)
-    assert len(calls) == len(stores)
-    assert sum(step.kind == "gather" for step in observer.asked) > 3  # some were asked for twice
-    for i, found in enumerate(held):
-        assert not any(found[i + 1 :]), "what a unit that comes later sends is in memory"
-
-
-def sent(store: ShardStore) -> int:
-    """Return how many bytes are allocated for what the parameters of one unit send."""
-    outputs = [tensor for extension in store.extensions._extensions for tensor in extension.outputs]
-    return sum(tensor.untyped_storage().size() for tensor in outputs)
 
 
 class Lent(Halves):

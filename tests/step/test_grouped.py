@@ -111,12 +111,11 @@ def test_chunked_loss_in_mixed_precision(rank, world, way):
 
 @on_ranks(2)
 def test_members_share_everything(rank, world):
-    """One state and one group; ``reshard`` and setters through either member act on both; a list comes back."""
+    """One unit: ``reshard`` and setters through either member act on both; a list comes back."""
     module = Chunked()
     both = [module.norm, module.head]
     assert api.ours.fully_shard(both, mesh=mesh_1d()) is both
     api.ours.fully_shard(module, mesh=mesh_1d())
-    assert module.norm._get_fsdp_state() is module.head._get_fsdp_state()
     module.norm.unshard()
     assert not isinstance(module.head.weight, DTensor)
     module.head.reshard()

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from tests.ranks.apart import run_apart
 from tests.support import api
-from tests.support.counting import gathers
+from tests.support.counting import gathers, in_memory
 from tests.support.models import children, mlp
 from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, shard_each, stack
 from tests.support.pool import on_ranks
@@ -56,14 +56,10 @@ def train(module: nn.Module, alone: nn.Module) -> None:
 
 
 def shards(module: nn.Module) -> list[nn.Parameter]:
-    """The root's sharded parameters, whatever it shows."""
-    return [param.sharded for group in module._get_fsdp_state().groups for param in group.params]
-
-
-def in_memory(module: nn.Module) -> list[str]:
-    """The names of the units that are whole."""
-    groups = [group for unit in fsdp2.fsdp_modules(module) for group in unit._get_fsdp_state().groups]
-    return [group.name for group in groups if group.is_unsharded]
+    """The root's parameters, where it shows shards."""
+    found = list(children(module)[-1].parameters())
+    assert all(isinstance(shard, DTensor) for shard in found)
+    return found
 
 
 def halve(module: nn.Module, alone: nn.Module) -> None:
@@ -138,10 +134,11 @@ def test_shards_written_where_there_is_something_to_write(rank, world, reshard, 
 def one_shard_written(rank: int, world: int) -> None:
     """Rank 0 writes to its shard while ``unshard()`` keeps the full parameters on all ranks."""
     module, alone = models()
+    written = shards(module)[0]
     module.unshard(recurse=True)
     evaluate(module, alone)
     if rank == 0:
-        shards(module)[0].to_local().detach().mul_(0.5)
+        written.to_local().detach().mul_(0.5)
     evaluate(module, alone)
     train(module, alone)
 
@@ -177,7 +174,7 @@ def test_how_often_is_gathered(rank, world):
     """A training step gathers the root and the unit that forward ends with once, an evaluation gathers each unit."""
     module, alone = models()
     train(module, alone)
-    units = len(module._get_fsdp_state().root.groups)
+    units = 2  # with parameters: the first layer, and the root
     again = units - 2  # for backward, which finds the root and the last unit
     assert gathers(lambda: train(module, alone)) == units + again
     for _ in range(2):
@@ -358,7 +355,7 @@ def test_forwards_that_no_backward_follows_keep_no_unit(rank, world):
     module.requires_grad_(False)
     for _ in range(3):
         torch.testing.assert_close(module(inputs()), alone(inputs()))
-        assert not children(module)[0]._get_fsdp_state()._fsdp_param_group.is_unsharded
+        assert not in_memory(children(module)[0])
     module.requires_grad_(True)
     for _ in range(3):
         train(module, alone)

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.support import api
 from tests.support.composition import composes
 from tests.support.counting import Collectives
+from tests.support.fake import fake_mesh
 from tests.support.models import Layers
+from tests.support.nccl import strict_nccl
 from tests.support.parity import (
     Run,
     accumulate,
@@ -97,22 +99,24 @@ def test_divide_factor_in_low_precision(rank, world, dtype):
 @whens
 def test_force_sum(rank, world, when):
     """Collectives only ever sum; the result is the same mean, as with torch's."""
-    ops = []
-    original = dist.ReduceOp.AVG
 
     def setter(module, fsdp):
         for unit in (*module, module):
             unit.set_force_sum_reduction_for_comms(True)
 
-    def program(run):
-        setting(setter, when)(run)
-        if run.fsdp is api.ours:
-            module = run.module
-            for group in (g for state in module._get_fsdp_state()._state_ctx.all_states for g in state.groups):
-                ops.append(group.gradients._current_plan().reduction((0,)).scaling.average)
+    assert_parity(on_one_axis, program=setting(setter, when))
 
-    assert_parity(on_one_axis, program=program)
-    assert original is dist.ReduceOp.AVG and ops and not any(ops)
+
+@api.fsdp2_only
+@pytest.mark.parametrize("forced", [False, True])
+def test_what_nccl_is_asked_to_do(forced):
+    """It averages unless sums are asked for, which are divided afterwards. Nothing is sent, so this rank's gradient
+    counts as the average, or as the sum."""
+    with strict_nccl(), fake_mesh(4) as mesh:
+        module = api.ours.fully_shard(nn.Linear(8, 8), mesh=mesh)
+        module.set_force_sum_reduction_for_comms(forced)
+        module(torch.ones(1, 8)).sum().backward()
+    assert (module.bias.grad.to_local() == (0.25 if forced else 1.0)).all()
 
 
 @on_ranks(4)
@@ -229,13 +233,11 @@ def test_unused_params_of_which_units(rank, world, recurse):
 @pytest.mark.parametrize("recurse", [True, False])
 @pytest.mark.parametrize("buffers", [1, 2, 7])
 def test_reduce_scatter_max_input_buffers(rank, world, buffers, recurse, when):
-    """However many chunks may be in flight, results are the same bit for bit; no more are than were asked for."""
+    """However many chunks may be in flight, results are the same bit for bit."""
     setter = lambda module, fsdp: module.set_reduce_scatter_max_input_buffers(buffers, recurse=recurse)
     run = assert_parity(on_one_axis, program=setting(setter, when), against=api.against("2.13"))
     again = play(api.ours, on_one_axis)
     assert all(torch.equal(run.seen[name], value) for name, value in again.seen.items())
-    limit = run.module._get_fsdp_state()._state_ctx.comm.reductions.limit
-    assert limit == (buffers if recurse else 4)  # the root has no parameters; 4 is the default on gloo
 
 
 @on_ranks(2)

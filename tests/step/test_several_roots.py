@@ -224,7 +224,7 @@ def trained_in_turn(actor: Any, critic: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("share", [False, True])
 def test_models_that_are_trained_in_turn(rank, world, share):
     """Two roots with losses and optimizers of their own; the loss of one goes through the other, whose first unit is
-    gathered while the first model computes. If they share lanes, the larger root's limit holds for both."""
+    gathered while the first model computes."""
     torch.manual_seed(SEED)
     alone = nn.ModuleList([tower(), tower()])
     alone[1].append(nn.Linear(8, 64))
@@ -237,11 +237,6 @@ def test_models_that_are_trained_in_turn(rank, world, share):
     torch.testing.assert_close(torch.stack(trained_in_turn(*both)), torch.stack(trained_in_turn(*alone)))
     for sharded_param, param in zip(both.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(sharded_param.full_tensor(), param)
-    comms = [model._get_fsdp_state().root.comm for model in both]
-    assert (comms[0] is comms[1]) == share
-    largest = [max(group.store.full_bytes for group in model._get_fsdp_state().root.groups) for model in both]
-    assert largest[0] < largest[1]
-    assert [comm.largest_bytes for comm in comms] == (largest if not share else largest[1:] * 2)
 
 
 class Towers(nn.Module):

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp2.autograd.side_outputs import SideOutputs
 from tests.support import api
+from tests.support.inside import explain
 from tests.support.parity import assert_gradients, beside_one_process, mean_output, mesh_of, trains_like_one_process
 from tests.support.pool import on_ranks
 from tests.support.shapes import Result, Slots, tensors
@@ -470,7 +471,7 @@ def test_a_loss_kept_where_nobody_looks(rank, world, reshard):
         return
     with pytest.raises(RuntimeError, match="is at version 1073") as caught:
         losses[1].backward()
-    module._get_fsdp_state().explain(caught.value)
+    explain(module, caught.value)
     assert "1.scale (unit '1'): got a backward through it while it is sharded" in str(caught.value)
     assert "set_reshard_after_forward(False) and set_reshard_after_backward(False)" in str(caught.value)
     module.reset_iter_state()

@@ -91,12 +91,13 @@ def test_kept_parameters_stay_fresh(rank, world, change):
     module = build_sharded("mlp", world, Setup(reshard_after_forward=False))
     expected = build(CASES["mlp"])
     inputs = CASES["mlp"].inputs(0)
+    shards = shown(module)
     module.unshard(recurse=True)
     kept = [(parameter, parameter.data_ptr()) for parameter in shown(module)]
     assert not any(isinstance(parameter, DTensor) for parameter, _ in kept)
     if change == "stepped before":
-        optimizer = torch.optim.SGD([parameter for parameter in (p for p in sharded(module))], lr=0.5)
-        for parameter in sharded(module):
+        optimizer = torch.optim.SGD(shards, lr=0.5)
+        for parameter in shards:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         for parameter in expected.parameters():
@@ -111,13 +112,6 @@ def test_kept_parameters_stay_fresh(rank, world, change):
         got = module(*inputs)
     assert torch.equal(got, expected(*inputs))
     assert seen.gathers == (3 if change == "stepped before" else 0)
-
-
-def sharded(module: nn.Module) -> list[nn.Parameter]:
-    """Return the shards of a module, whatever it shows."""
-    units = [unit for unit in module.modules() if isinstance(unit, fsdp2.FSDPModule)]
-    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
-    return [param.sharded_param for group in groups for param in group.fsdp_params]
 
 
 @on_ranks(2)

@@ -315,3 +315,48 @@ def test_gradients_of_a_unit_that_all_ranks_use_wait_for_its_own_backward(mesh: 
     model[1].register_forward_hook(lambda module, args, output: output.register_hook(ask) and None)
     model(torch.ones(2, 4)).sum().backward()
     assert seen == [False, False, False]
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+@pytest.mark.parametrize("buffers", [2, 7])
+def test_as_many_chunks_are_in_flight_as_were_asked_for(mesh: DeviceMesh, buffers: int, recurse: bool) -> None:
+    """By all units of the root: here it has no parameters of its own, so without ``recurse`` nothing is asked for."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shard_each(model, fsdp2, mesh=mesh)
+    limits = []
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        limits.append(model._get_fsdp_state().root.comm.reductions.limit)
+        model.set_reduce_scatter_max_input_buffers(buffers, recurse=recurse)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model._get_fsdp_state().root.comm.reductions.limit == (buffers if recurse else limits[0])
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_limits_of_communication_follow_added_parameters(mesh: DeviceMesh, trained: bool) -> None:
+    """As many bytes may be in flight as the largest unit has. A larger one that came later was not counted."""
+    module, whole = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64))
+    limits = []
+    for model in (module, whole):
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if model is module:
+            if trained:
+                model(torch.ones(2, 8)).sum().backward()
+            model.append(nn.Linear(8, 64))
+        model(torch.ones(2, 8)).sum().backward()
+        comm = model._get_fsdp_state().root.comm  # type: ignore[operator, union-attr]
+        limits.append((comm.largest_bytes, comm.reductions.limit, comm.reductions.memory.limit_bytes))
+    assert limits[0] == limits[1]
+
+
+def test_roots_that_share_their_communication(mesh: DeviceMesh) -> None:
+    """The same lanes, and one window of chunks in flight; the larger root's limit holds for both."""
+    layers: list[Any] = [fully_shard(nn.Linear(4, width), mesh=mesh) for width in (4, 8, 16)]
+    fsdp2.share_comm_ctx([layers[0], layers[2]])
+    fsdp2.share_comm_ctx([])
+    for layer in layers:
+        layer(torch.ones(1, 4)).sum().backward()
+    first, second, third = (layer._get_fsdp_state().root.comm for layer in layers)
+    assert first is third is not second
+    assert [comm.largest_bytes for comm in (first, second)] == [4 * 16 * 5, 4 * 8 * 5]

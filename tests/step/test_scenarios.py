@@ -32,6 +32,7 @@ from tests.support.scenarios import (
     states,
     training,
     watched,
+    whole_matrices,
 )
 from tests.support.streams import Launch
 
@@ -98,8 +99,8 @@ LASTING = {"over replicas", "compressed", "copied from the host"}
 
 WAITING = (states, host_state)
 """Programs in which the host reads numbers: whether ranks agree on what is loaded, and counters of steps."""
-KEEPING = (captured, replaced_in_forward)
-"""Programs whose full parameters, or new ones, stay."""
+KEEPING = (captured, replaced_in_forward, states, whole_matrices)
+"""Programs whose full parameters, or new ones, stay; and those that make a second model, whose shards are counted."""
 
 
 @pytest.mark.parametrize(("program", "setup", "transfer"), scenarios())
@@ -110,6 +111,8 @@ def test_scenario(program: Program, setup: str, transfer: str) -> None:
     found, usual = seen(program, setup, transfer), seen(training, setup, transfer)
     assert not found.mistakes
     assert not found.waits or program in WAITING
-    assert found.launched and found.launched == launched_by_another(program, setup, transfer)
+    assert found.launched
+    if program is not whole_matrices:  # its ranks own other matrices, of which each sends and gets another number
+        assert found.launched == launched_by_another(program, setup, transfer)
     assert found.left <= usual.left or program in KEEPING
     assert usual.left <= 0 or setup.split(",")[0] in LASTING

@@ -588,7 +588,7 @@ class FSDPModule(TorchFSDPModule):
         changes = [(unit, group, change(group)) for unit in self._units(recurse) for group in unit.groups]
         # All are made, and so validated, before the first one takes effect.
         for unit, group, options in changes:
-            if options.formatting != group.store.options.formatting:
+            if options.formats_of != group.store.options.formats_of:
                 _check_between_steps(setter, unit, group)
         for unit, group, options in changes:
             alike = group.store.options.compared == options.compared

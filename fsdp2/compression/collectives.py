@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp2.compression.formats import BlockFormat
 from fsdp2.compression.policy import CompressionPolicy
-from fsdp2.engine.options import Formatting
+from fsdp2.engine.options import FormatsOf
 from fsdp2.sharding.packing import align
 
 __all__ = ["CompressedGather", "CompressedReduction", "compress"]
@@ -56,12 +56,12 @@ class CompressedReduction:
         return BlockFormat(kind, self.policy.block, self.policy.stochastic)
 
 
-def compress(policy: CompressionPolicy | None) -> Formatting:
+def compress(policy: CompressionPolicy | None) -> FormatsOf:
     """Return what chooses the formats that ``policy`` asks for."""
     if policy is None:
-        return Formatting()
+        return FormatsOf()
     reduction = CompressedReduction(policy)
-    return Formatting(
+    return FormatsOf(
         None if policy.gather is None else CompressedGather(policy).format_of,
         None if policy.reduce is None else reduction.format_of,
         None if policy.replicate is None else reduction.replica_format_of,

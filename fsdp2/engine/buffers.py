@@ -123,9 +123,9 @@ class ShardStore:
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options``; if they change how shards are sent, move the shards to a new buffer."""
         moved = self._sizes(options) != self._sizes(self.options)
-        if options.formatting != self.options.formatting:
+        if options.formats_of != self.options.formats_of:
             # Choose all formats before setting the first: the user's function may raise.
-            chosen = [param.choose_formats(options.formatting, param.sharded) for param in self.params]
+            chosen = [param.choose_formats(options.formats_of, param.sharded) for param in self.params]
             for param, formats in zip(self.params, chosen):
                 moved |= formats.gather != param.formats.gather
                 param.formats = formats

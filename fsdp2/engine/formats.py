@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp2.engine.options import Formatting
+from fsdp2.engine.options import FormatsOf
 from fsdp2.policies import FormatOf, WireFormat
 from fsdp2.sharding.layout import ShardLayout
 
@@ -29,7 +29,7 @@ class Formats(NamedTuple):
         return ", ".join(f"{name}={_describe(form)}" for name, form in zip(self._fields, self) if form is not None)
 
 
-def choose_formats(formatting: Formatting, name: str, param: Any, layout: ShardLayout) -> Formats:
+def choose_formats(formats_of: FormatsOf, name: str, param: Any, layout: ShardLayout) -> Formats:
     """Return the formats of a parameter cut by ``layout``, called ``name`` in its unit."""
     cut = layout.dim is not None and layout.ranks > 1
 
@@ -37,9 +37,9 @@ def choose_formats(formatting: Formatting, name: str, param: Any, layout: ShardL
         return None if format_of is None else format_of(name, param, layout.numel, layout.slot_numel)
 
     return Formats(
-        choose(formatting.gather) if cut else None,
-        choose(formatting.reduce) if cut else None,
-        choose(formatting.replicate),
+        choose(formats_of.gather) if cut else None,
+        choose(formats_of.reduce) if cut else None,
+        choose(formats_of.replicate),
     )
 
 

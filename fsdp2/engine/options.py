@@ -21,7 +21,7 @@ from fsdp2.policies import (
 )
 from fsdp2.sharding.packing import NO_LIMIT, TransferSizes
 
-__all__ = ["Formatting", "GroupOptions"]
+__all__ = ["FormatsOf", "GroupOptions"]
 
 _COMPARED = (
     "sizes",
@@ -36,7 +36,7 @@ _COMPARED = (
 _values_compared = attrgetter(*_COMPARED)
 
 
-class Formatting(NamedTuple):
+class FormatsOf(NamedTuple):
     """Functions that choose formats: of parameters in gathers, of gradients on each axis; None: sent as they are."""
 
     gather: FormatOf | None = None
@@ -52,7 +52,7 @@ class GroupOptions:
     the root first. ``divide_factor=None`` means the number of data-parallel ranks. ``may_accumulate`` is set once a
     setter said whether backwards reduce: then any rank may have gradients of several micro-batches, summed in the dtype
     of the reduction. ``reduce_inputs`` is the number of chunks of gradients that may be in flight; None: the backend's
-    default. ``all_gather`` and ``reduce_scatter`` may choose formats in place of ``compression``: see ``formatting``.
+    default. ``all_gather`` and ``reduce_scatter`` may choose formats in place of ``compression``: see ``formats_of``.
     """
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -75,20 +75,20 @@ class GroupOptions:
     reduce_scatter: ReduceScatter | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_lane: Lane | None = None
-    compression: Formatting = field(default_factory=Formatting)
+    compression: FormatsOf = field(default_factory=FormatsOf)
 
     @property
     def gathering(self) -> tuple[object, ...]:
         """The settings that determine the layout of shards in memory, because they are sent from there."""
-        return self.sizes, self.all_gather, self.formatting
+        return self.sizes, self.all_gather, self.formats_of
 
     @property
-    def formatting(self) -> Formatting:
+    def formats_of(self) -> FormatsOf:
         """The functions that choose formats: methods of the custom collectives, otherwise ``compression``."""
         if self.all_gather is None and self.reduce_scatter is None:
             return self.compression
         gather, reduce, replicate = self.compression
-        return Formatting(
+        return FormatsOf(
             getattr(self.all_gather, "format_of", gather),
             getattr(self.reduce_scatter, "format_of", reduce),
             getattr(self.reduce_scatter, "replica_format_of", replicate),
@@ -171,7 +171,7 @@ class GroupOptions:
                     f"compression.{name}: expected the collectives of fsdp2, got a custom {kind} "
                     f"({type(comm).__name__}), which would not be called; leave one of the two out"
                 )
-        sums_itself = self.scatter is not None or self.formatting[1:] != (None, None)
+        sums_itself = self.scatter is not None or self.formats_of[1:] != (None, None)
         if self.in_pairs and sums_itself:
             raise ValueError(
                 "set_deterministic_reduction: expected the collectives of fsdp2, got a custom reduce-scatter or "

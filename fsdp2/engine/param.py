@@ -36,7 +36,7 @@ from fsdp2._torch.tensors import (
 from fsdp2.engine.casts import compute_dtype, reduce_dtype, statistics_dtype
 from fsdp2.engine.formats import Formats, choose_formats
 from fsdp2.engine.gradient_hooks import call_hook, gradient_after
-from fsdp2.engine.options import Formatting
+from fsdp2.engine.options import FormatsOf
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.sharding.spec import ShardedSpec, arrived
@@ -389,9 +389,9 @@ class FSDPParam:
             return inside[0]
         return None
 
-    def choose_formats(self, formatting: Formatting, shown: nn.Parameter | None) -> Formats:
-        """Return the formats that ``formatting`` chooses; it is called with the parameter's name and ``shown``."""
-        return choose_formats(formatting, self.name_in_unit, shown, self.spec.layout)
+    def choose_formats(self, formats_of: FormatsOf, shown: nn.Parameter | None) -> Formats:
+        """Return the formats that ``formats_of`` chooses; it is called with the parameter's name and ``shown``."""
+        return choose_formats(formats_of, self.name_in_unit, shown, self.spec.layout)
 
     def write(self, value: torch.Tensor, *, full: bool) -> None:
         """Write this rank's piece of a whole plain ``value`` to the shard, and with ``full`` to the full parameter."""

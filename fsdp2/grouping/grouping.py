@@ -220,7 +220,7 @@ def _make_group(placed: list[Placed], options: GroupOptions, unit: FSDPState) ->
     params = [FSDPParam(p.found.param, p.spec, p.found.sites, p.found.name, p.policy) for p in placed]
     pieces = [p.piece for p in placed]
     for entry, param in zip(placed, params):
-        param.formats = param.choose_formats(options.formatting, entry.found.param)
+        param.formats = param.choose_formats(options.formats_of, entry.found.param)
     options = replace(options, offload_policy=placed[0].offload)
     size = options.reshard_after_forward
     if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):

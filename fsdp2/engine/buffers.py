@@ -151,7 +151,7 @@ class ShardStore:
     @staticmethod
     def _sizes(options: GroupOptions) -> TransferSizes:
         """Return the transfer sizes of gathers. For a custom all-gather, which has its own memory, all is packed."""
-        return options.sizes if options.gather is None else _PACK_ALL
+        return options.sizes if options.custom_gather is None else _PACK_ALL
 
     # ---- shards ----
 

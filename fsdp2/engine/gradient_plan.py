@@ -106,7 +106,7 @@ class GradientPlan:
         options = self._store.options
         exchanges = prefers_all_to_all(self._axis, NO_LIMIT, options.exchange_bytes)
         # A rank whose gradients have accumulated sends them in a wider dtype, and others cannot know that it does.
-        return exchanges and options.scatter is None and not options.may_accumulate
+        return exchanges and options.custom_scatter is None and not options.may_accumulate
 
     def _find_dtypes(self, reduced: list[int]) -> dict[int, GradientDtypes]:
         """Return the dtypes of the gradients of these parameters, which are equal on every rank.
@@ -176,7 +176,7 @@ class GradientPlan:
     @property
     def _reduces_in_place(self) -> bool:
         options = self._store.options
-        custom = options.scatter is not None or options.all_reduce_hook is not None
+        custom = options.custom_scatter is not None or options.all_reduce_hook is not None
         return self._store.mesh.shard.is_nccl and not custom and options.exchange_bytes is None
 
     def _row_padding(self, dtypes: GradientDtypes) -> int:
@@ -211,7 +211,7 @@ class GradientPlan:
             exchange_bytes=options.exchange_bytes,
             out_dtype=dtypes.out or reduce,
             scaling=scaling,
-            custom=options.scatter,
+            custom=options.custom_scatter,
             hook=options.all_reduce_hook,
             hook_lane=options.all_reduce_lane,
             offload=store.offloads,

@@ -106,7 +106,7 @@ class FSDPParamGroup:
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options`` from now on."""
-        if options.gathering != self.store.options.gathering:
+        if options.layout_settings != self.store.options.layout_settings:
             self.residency.refuse_summoned("a change of how parameters are gathered")
             self.reshard()  # shards move to a new buffer, and with them all that is made of them
         self.store.set_options(options)

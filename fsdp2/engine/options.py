@@ -78,7 +78,7 @@ class GroupOptions:
     compression: FormatsOf = field(default_factory=FormatsOf)
 
     @property
-    def gathering(self) -> tuple[object, ...]:
+    def layout_settings(self) -> tuple[object, ...]:
         """The settings that determine the layout of shards in memory, because they are sent from there."""
         return self.sizes, self.all_gather, self.formats_of
 
@@ -95,12 +95,12 @@ class GroupOptions:
         )
 
     @property
-    def gather(self) -> AllGather | None:
+    def custom_gather(self) -> AllGather | None:
         """The custom collective that gathers; None if fsdp2 gathers, in formats that ``all_gather`` may choose."""
         return self.all_gather if callable(self.all_gather) else None
 
     @property
-    def scatter(self) -> ReduceScatter | None:
+    def custom_scatter(self) -> ReduceScatter | None:
         """The custom collective that reduces gradients without a format; None if fsdp2 reduces them."""
         return self.reduce_scatter if callable(self.reduce_scatter) else None
 
@@ -171,7 +171,7 @@ class GroupOptions:
                     f"compression.{name}: expected the collectives of fsdp2, got a custom {kind} "
                     f"({type(comm).__name__}), which would not be called; leave one of the two out"
                 )
-        sums_itself = self.scatter is not None or self.formats_of[1:] != (None, None)
+        sums_itself = self.custom_scatter is not None or self.formats_of[1:] != (None, None)
         if self.in_pairs and sums_itself:
             raise ValueError(
                 "set_deterministic_reduction: expected the collectives of fsdp2, got a custom reduce-scatter or "

@@ -232,7 +232,7 @@ class Residency:
             buffers = store.gather_buffers or store.make_gather_buffers(self.comm.lanes)
             if not self._have_portions(launch, optional=optional, in_backward=in_backward):
                 return  # other ranks gather them later
-            source = _Source(buffers, store.mesh.shard, store.options.gather)
+            source = _Source(buffers, store.mesh.shard, store.options.custom_gather)
         start = partial(self._launch, source, in_backward)
         if store.extensions is not None:
             self._start_extended(launch, start, source.axis, optional)

@@ -43,7 +43,7 @@ class ObservedGroup(Protocol):
 
 CollectiveKind = Literal[
     "gather",
-    "gather over replicas",  # at the beginning of a pass, of the groups in PassKind.anew
+    "gather over replicas",  # at the beginning of a pass, of the groups in PassKind.portions
     "reduce",
     "end",  # of the pass
     "stay",  # only in lists that ranks compare: of the groups in PassKind.stayed, nothing is gathered
@@ -85,8 +85,8 @@ class PassKind(NamedTuple):
     """Of a backward: the groups that its forwards ended with and left in memory, which it does not gather again."""
     forwards: int = 0
     """Of a backward with such groups: how many forwards it may be on, those included that launched no collective."""
-    anew: tuple[int, ...] = ()
-    """Of other passes: the groups that it first gathers over the replicate axis, because their shards have changed."""
+    portions: tuple[int, ...] = ()
+    """Of other passes: the groups whose portions it gathers first, because their shards have changed."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.detail})" if self.detail else self.name

@@ -125,13 +125,13 @@ class RankMonitor:
     def _guess(self, kind: PassKind) -> list[Collective] | None:
         """Return the probable collectives of the first pass of a kind: a gather of each group in the model's order.
 
-        The gathers over the replicate axis that the kind contains come first.
+        The gathers of portions that the kind contains come first.
         """
         if kind.name not in _FORWARDS or self.log.has_schedule(kind) or self._may_skip:
             return None
-        anew = [Collective("gather over replicas", self._root.groups[number]) for number in kind.anew]
+        portions = [Collective("gather over replicas", self._root.groups[number]) for number in kind.portions]
         groups = [group for group in self._root.groups if group.mesh.shard.size > 1]
-        return [*anew, *(Collective("gather", group, group.store.formats_digest) for group in groups), END]
+        return [*portions, *(Collective("gather", group, group.store.formats_digest) for group in groups), END]
 
     def end(self) -> None:
         """Note that the pass is over. If it was unscheduled, the ranks meet and compare its collectives."""
@@ -357,15 +357,15 @@ class RankMonitor:
 
         If one rank's forward skips the unit that backward begins with, its backward is of another kind. The other ranks
         know their kind and continue, while this rank waits for a meeting. The units that were gathered at the start are
-        then the only difference that the ranks can find. The same is true of the gathers over the replicate axis that
-        a kind contains: each rank may know its own kind, and the first of these gathers may be the same on all ranks.
+        then the only difference that the ranks can find. The same is true of the gathers of portions that a kind
+        contains: each rank may know its own kind, and the first of these gathers may be the same on all ranks.
         """
         if kind is None:
             return list(collectives)
         groups = self._root.groups
         stayed = [Collective("stay", groups[number]) for number in kind.stayed]
-        anew = [Collective("gather over replicas", groups[number]) for number in kind.anew]
-        return [*stayed, *anew, *collectives]
+        portions = [Collective("gather over replicas", groups[number]) for number in kind.portions]
+        return [*stayed, *portions, *collectives]
 
     def _digests(self, kind: object, collectives: Sequence[Collective]) -> list[int]:
         # Groups are identified by their unit and parameters, not by number: a rank may have another group for

@@ -2,7 +2,7 @@
 
 After ``set_requires_gradient_sync(False)`` they accumulate on full parameters. After ``set_requires_all_reduce(False)``
 they are sums over the shard axis, which wait for their all-reduce. In both cases they are on no shard, so optimizers
-and clipping do not see them (``optim/unreduced.py``).
+and clipping do not see them (``optim/unseen.py``).
 """
 
 from __future__ import annotations

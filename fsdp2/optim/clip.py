@@ -27,7 +27,7 @@ from fsdp2.engine.param import is_managed_tensor, is_temporary
 from fsdp2.optim.copies import scaled_together
 from fsdp2.optim.prebuilt import shards_of
 from fsdp2.optim.runs import joined, norms_of, scale
-from fsdp2.optim.unreduced import refuse_unreduced
+from fsdp2.optim.unseen import refuse_unreduced
 from fsdp2.sharding.mesh import Axis, listed_ranks
 from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 

@@ -11,7 +11,7 @@ from fsdp2.comm.collectives import all_reduce
 from fsdp2.optim.copies import scaled_together
 from fsdp2.optim.prebuilt import repair
 from fsdp2.optim.runs import unscale
-from fsdp2.optim.unreduced import refuse_unreduced
+from fsdp2.optim.unseen import refuse_unreduced
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.spec import on_this_rank
 

@@ -31,7 +31,7 @@ from fsdp2.engine.unreduced import any_unreduced
 from fsdp2.optim.alike import STEPS_ON_WHOLE, is_counter, refuse_mixed_lists
 from fsdp2.optim.averaging import refuse_ddp, warn_of_unaveraged
 from fsdp2.optim.host_state import HOST_STATE
-from fsdp2.optim.unreduced import drop_unreduced, refuse_unreduced_step
+from fsdp2.optim.unseen import drop_unreduced, refuse_unreduced_step
 from fsdp2.sharding.spec import arrived, on_this_rank, placed_alike
 
 __all__ = ["follow_parameters", "repair", "repair_holders", "shards_of"]

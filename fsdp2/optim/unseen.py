@@ -1,4 +1,4 @@
-"""Gradients that no backward has reduced yet. They are not on shards, so optimizers and clipping would not see them.
+"""What optimizers and clipping do about gradients that they would not see: those that no backward has reduced yet.
 
 After ``set_requires_gradient_sync(False)`` they are on full parameters, and after ``set_requires_all_reduce(False)``
 they are sums over a part of the ranks. Zeroing drops them, like the accumulated gradients of an unsharded model.

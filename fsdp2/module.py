@@ -23,7 +23,7 @@ from fsdp2.engine.index import units_below
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.root import GradientReduction, RootContext
 from fsdp2.engine.unit import FSDPState, get_state
-from fsdp2.engine.unreduced import PendingGradient
+from fsdp2.engine.unreduced import UnreducedGradient
 from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
@@ -268,7 +268,7 @@ class FSDPModule(TorchFSDPModule):
         for root, groups in by_root.items():
             root.synchronize(list(groups))
 
-    def get_pending_gradients(self, *, recurse: bool = True) -> dict[nn.Parameter, PendingGradient]:
+    def get_pending_gradients(self, *, recurse: bool = True) -> dict[nn.Parameter, UnreducedGradient]:
         """Return the gradients that backwards left unreduced, by sharded parameter. It does not communicate.
 
         Each value is ``(unreduced, partial)``, either of which may be None: the gradient of the full parameter, and on
@@ -282,7 +282,7 @@ class FSDPModule(TorchFSDPModule):
         for unit in self._units(recurse):
             unit.reconcile()
         groups = [group for unit in self._units(recurse) for group in unit.groups]
-        pending = [item for group in groups for item in group.gradients.unreduced.pending_gradients().items()]
+        pending = [item for group in groups for item in group.gradients.unreduced.by_param().items()]
         return {param.sharded: gradients for param, gradients in pending if param.sharded is not None}
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:

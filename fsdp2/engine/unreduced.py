@@ -15,9 +15,9 @@ from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.param import FSDPParam, have_gradients
 from fsdp2.engine.registry import Registry
 
-__all__ = ["PendingGradient", "Unreduced", "any_unreduced", "drop_unreduced", "unreduced_params"]
+__all__ = ["Unreduced", "UnreducedGradient", "any_unreduced", "drop_unreduced", "unreduced_params"]
 
-PendingGradient = tuple[torch.Tensor | None, torch.Tensor | None]
+UnreducedGradient = tuple[torch.Tensor | None, torch.Tensor | None]
 
 _noted: Registry[Unreduced] = Registry()  # those that may have unreduced gradients
 
@@ -92,7 +92,7 @@ class Unreduced:
             _noted.discard(self)
         return found
 
-    def pending_gradients(self) -> dict[FSDPParam, PendingGradient]:
+    def by_param(self) -> dict[FSDPParam, UnreducedGradient]:
         """Return, for each parameter that has one of them, its accumulated gradient and its sum over the shard axis."""
         found, rank = {}, self._store.mesh.shard.rank
         for param in self._store.params:

@@ -12,7 +12,7 @@ prebuilt     replaces parameters that an optimizer was given before they were sh
 host_state   the state of an optimizer in memory of the host
 partial      steps that go over some parameters at a time
 averaging    parameters beside sharded ones whose gradients nobody averages, and those that DDP would average too
-unseen       gradients that are not reduced yet, so not on shards: zeroing drops them, who reads gradients refuses
+unseen       gradients that are not on shards yet: zeroing drops them, functions that read gradients refuse them
 copies       copies of gradients, which are scaled with them
 alike        local tensors of gradients and states, which must be sharded like their parameter
 runs         operators that read every element of a list of tensors

@@ -631,7 +631,7 @@ class FSDPModule(TorchFSDPModule):
 
 def _check_between_steps(setter: str, unit: FSDPState, group: FSDPParamGroup) -> None:
     """Raise RuntimeError if ``group`` is in a pass, or a backward still expects it: the setter moves its shards."""
-    if not group.is_idle:
+    if group.is_entered:
         phase = group.phases.phase.name.lower()
         raise RuntimeError(
             f"{group.name or 'the root'}: {setter} was called while its {phase} runs; expected a call between two "

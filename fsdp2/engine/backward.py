@@ -55,7 +55,7 @@ class BackwardPass(Pass):
 
     def is_done_with(self, group: FSDPParamGroup) -> bool:
         """Return whether this pass will not use ``group`` any more."""
-        return group.is_idle or self.over
+        return not group.is_entered or self.over
 
     def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later.
@@ -78,7 +78,7 @@ class BackwardPass(Pass):
         if self.over and not group.is_reduced:
             return True
         done = self.over or not planned or reduced or not group.gradients.will_come()
-        return group.is_idle and done  # also again: others may use it several times
+        return not group.is_entered and done  # also again: others may use it several times
 
     def join_before_end(self) -> None:
         """Launch the collectives that other ranks are known to take before a backward ends, as far as this rank can."""

@@ -211,7 +211,7 @@ class FSDPParamGroup:
                 value = saved.get(prefix + site.name) if site.module is module else None
                 if isinstance(value, DTensor) and param.is_stored_as(value):
                     set_local_tensor(value, param.local.detach())
-        if not self.is_idle:
+        if self.is_entered:
             self.residency.show_memory()
 
     def before_load(self, *unused: object) -> None:
@@ -420,9 +420,9 @@ class FSDPParamGroup:
             self.gradients.reduce_rest(launch)
 
     @property
-    def is_idle(self) -> bool:
-        """True if neither a forward nor a backward is inside."""
-        return not self.phases.in_forward and not self.phases.in_backward
+    def is_entered(self) -> bool:
+        """True if a forward or a backward is inside."""
+        return self.phases.in_forward or self.phases.in_backward
 
     @property
     def is_reduced(self) -> bool:

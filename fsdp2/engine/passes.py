@@ -130,7 +130,7 @@ class Pass:
 
     def is_done_with(self, group: FSDPParamGroup) -> bool:
         """Return whether this pass will not use ``group`` any more."""
-        return group.is_idle
+        return not group.is_entered
 
     def can_join(self, collective: Collective, planned: bool) -> bool:
         """Return whether the pass can launch ``collective`` with a group that this rank does not use at the moment.
@@ -162,7 +162,7 @@ class Pass:
 
     def _can_join_reduction(self, group: FSDPParamGroup, planned: bool) -> bool:
         """Return whether gradients of ``group``, or zeros, may leave before this rank would send them by itself."""
-        return group.store.options.reduce_unused and group.is_idle
+        return group.store.options.reduce_unused and not group.is_entered
 
     def join(self, collective: Collective) -> bool:
         """Launch ``collective``, which ``can_join`` accepts, because other ranks do; return whether one was launched.

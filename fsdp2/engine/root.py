@@ -543,7 +543,7 @@ class RootContext(Generic[U]):
             raise
 
     def _check_synchronization(self, groups: list[FSDPParamGroup]) -> None:
-        inside = self.running is not None or backward_runs() or not all(group.is_idle for group in groups)
+        inside = self.running is not None or backward_runs() or any(group.is_entered for group in groups)
         if inside:
             raise RuntimeError(
                 "synchronize_gradients was called while a forward or backward runs; expected a call between them. Call "

@@ -142,7 +142,7 @@ def _advance(resume: Callable[[Any], Any], sent: Any) -> tuple[bool, Any]:
 
 
 class Adopting(Protocol):
-    """The options of the ``fully_shard`` call (``build.grouping.CallOptions``), by which parameters are added later."""
+    """The options of the ``fully_shard`` call (``grouping.CallOptions``), by which parameters are added later."""
 
     def adopt_added(self, unit: FSDPState) -> tuple[list[nn.Module], bool]:
         """Manage parameters that appeared below the modules of ``unit`` since.
@@ -592,7 +592,7 @@ class FSDPState(ComposableState):
         """
         self.pre_backward(grad)
         for unit in reversed(around):  # the outermost last, as when all enter by one tensor
-            if any([group.is_idle for group in unit.groups]):
+            if not all([group.is_entered for group in unit.groups]):
                 unit.pre_backward(grad)
 
     def _enter_member(self, grad: torch.Tensor | None) -> None:

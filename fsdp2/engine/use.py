@@ -55,7 +55,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
                 unit.root.pending.record([group])
             if kept and shown == "sharded":
                 group.residency.show_shards()  # as before: the parameters stay in memory only for backward
-            if kept or not group.is_idle:
+            if kept or group.is_entered:
                 continue  # somebody else keeps or uses the parameters
             if torch.is_grad_enabled():
                 group.release(group.after_forward)

@@ -103,7 +103,7 @@ def _check_outside(selection: Selection) -> None:
     inside = backward_runs()
     for group, params in selection.groups.items():
         unit = get_state(group.modules[0])
-        if inside or not group.is_idle or (unit is not None and unit.root.running is not None):
+        if inside or group.is_entered or (unit is not None and unit.root.running is not None):
             raise RuntimeError(
                 f"{selection.managed[params[0]].name}: summon_full_params cannot unshard parameters during "
                 "forward/backward; expected outside of both. Call it before or after; if an earlier one raised, "

@@ -167,11 +167,11 @@ class ShardStore:
         changed = replaced = False
         for param, placed in self._placed.items():
             shown = param.sites[0].shown
-            if shown is not None and (shown is param.full or shown is param.subgroup):
+            if shown is not None and (shown is param.full or shown is param.piece):
                 # Somebody put other values there for one call, and restored what it had found, which has no memory now.
                 shown = param.own
             if shown is param.sharded and param.local is placed:
-                show([param], "sharded")
+                show([param], "shards")
                 continue
             _check_replacement(param, shown)
             replaced |= shown is not param.sharded
@@ -181,7 +181,7 @@ class ShardStore:
                 # does the same for a DTensor that was replaced.
                 placed.data = placed.detach().clone()
             param.adopt_shard(shown, lasting=lasting)  # type: ignore[arg-type]  # just checked
-            show([param], "sharded", over_others=True)  # on all modules that it is tied to
+            show([param], "shards", over_others=True)  # on all modules that it is tied to
             changed = True
         if changed:
             before_writing()
@@ -395,7 +395,7 @@ class ShardStore:
         for param in self._plain:
             param.reclaim_full()
 
-    def subgroup(self, size: int) -> SubgroupShards:
+    def pieces_on(self, size: int) -> SubgroupShards:
         """Return the group's pieces over ``size`` ranks; full parameters must be in memory."""
         if self._subgroup is None or self._subgroup.axis.size != size:
             assert self.gather_buffers is not None

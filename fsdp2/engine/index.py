@@ -55,7 +55,7 @@ def param_of(tensor: torch.Tensor) -> FSDPParam | None:
 
 
 def _belongs(tensor: torch.Tensor, param: FSDPParam | None) -> bool:
-    return param is not None and (tensor is param.sharded or tensor is param.full or tensor is param.subgroup)
+    return param is not None and (tensor is param.sharded or tensor is param.full or tensor is param.piece)
 
 
 def _list_tensors() -> None:
@@ -65,7 +65,7 @@ def _list_tensors() -> None:
     """
     global _by_id
     params = [param for unit in live_units() for group in unit.groups for param in group.params]
-    tensors = [(tensor, param) for param in params for tensor in (param.sharded, param.full, param.subgroup)]
+    tensors = [(tensor, param) for param in params for tensor in (param.sharded, param.full, param.piece)]
     _by_id = weakref.WeakValueDictionary({id(tensor): param for tensor, param in tensors if tensor is not None})
 
 

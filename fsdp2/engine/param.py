@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 
-Shown = Literal["sharded", "full", "subgroup"]
+Shown = Literal["shards", "full", "pieces"]
 """The tensors of its parameters that a group's modules show: shards, full ones, or the pieces kept after forward."""
 
 _sharded = attrgetter("sharded")
@@ -182,11 +182,11 @@ def show(params: list[FSDPParam], which: Shown, *, over_others: bool = False) ->
         if (
             sharded.requires_grad != before  # type: ignore[union-attr]  # a group's has one
             or (full is not None and full.requires_grad != before)
-            or param.subgroup is not None
+            or param.piece is not None
         ):
             changed |= param.sync_requires_grad()
-        piece = param.subgroup
-        shown = sharded if which == "sharded" else full if which == "full" else piece
+        piece = param.piece
+        shown = sharded if which == "shards" else full if which == "full" else piece
         for site in param.sites:
             shown_by = site.module._parameters
             there = shown_by[site.name] if site.name in shown_by else None  # noqa: SIM401  (saves a call per site)
@@ -311,7 +311,7 @@ class FSDPParam:
         self._before: weakref.ref[nn.Parameter] | None = None
         self.full: nn.Parameter | None = None
         self._place: torch.Tensor | None = None  # where gathers write the full parameter: a view of the full buffer
-        self.subgroup: nn.Parameter | None = None
+        self.piece: nn.Parameter | None = None
         self.requires_grad = original.requires_grad
         # What Tensor.grad_dtype was set to: () if it was not, (None,) for any dtype, else (the dtype,).
         self.grad_dtype = explicit_grad_dtype(original)
@@ -329,7 +329,7 @@ class FSDPParam:
 
     def tensor(self, which: Shown) -> nn.Parameter | None:
         """Return the shard, the full parameter or the piece of a subgroup."""
-        return self.sharded if which == "sharded" else self.full if which == "full" else self.subgroup
+        return self.sharded if which == "shards" else self.full if which == "full" else self.piece
 
     # ---- the shard ----
 
@@ -470,7 +470,7 @@ class FSDPParam:
         self.sharded = sharded
         self.follow_grad_dtype()
         self.requires_grad = sharded.requires_grad
-        for other in (self.full, self.subgroup):
+        for other in (self.full, self.piece):
             if other is not None:
                 other.requires_grad_(self.requires_grad)
         self.spec = replace(self.spec, dtensor=dtensor_spec(sharded))
@@ -525,7 +525,7 @@ class FSDPParam:
     def sync_requires_grad(self) -> bool:
         """Copy a change of requires_grad to the other tensors of the parameter; return whether there was one."""
         before = self.requires_grad
-        shown = (self.sharded, self.full, self.subgroup)
+        shown = (self.sharded, self.full, self.piece)
         if all(tensor is None or tensor.requires_grad == before for tensor in shown):
             return False
         self.requires_grad = not before

@@ -59,9 +59,9 @@ _MOVES: dict[Level, tuple[Level, ...]] = {
     Level.FULL: (Level.SHARDS, Level.PIECES),
 }
 _SHOWN: dict[Level, Shown] = {
-    Level.SHARDS: "sharded",
-    Level.PIECES: "subgroup",
-    Level.GATHERING: "sharded",
+    Level.SHARDS: "shards",
+    Level.PIECES: "pieces",
+    Level.GATHERING: "shards",
     Level.FULL: "full",
 }
 """The tensors that modules show at a level by default. Some show shards all the same, until the group is used next."""
@@ -89,14 +89,14 @@ class Residency:
         self.comm = comm
         self._group = group  # whose gathers these are, for the observer
         self.level = Level.SHARDS
-        self.shown: Shown = "sharded"
+        self.shown: Shown = "shards"
         self.work: Gathering | None = None  # the gather, while there is one
         self._pieces: SubgroupShards | None = None
         # While summon_full_params shows some of the parameters, nothing is gathered or freed: what is in memory stays
         # there, and is shown again afterwards.
         self.summoned: dict[FSDPParam, Summoning] = {}
         self._forget_memory()
-        show(store.params, "sharded", over_others=True)
+        show(store.params, "shards", over_others=True)
 
     def _forget_memory(self) -> None:
         """Know nothing of what was in memory, which is freed."""
@@ -175,7 +175,7 @@ class Residency:
             return (quiet and loud) or (self._stamp is not None and self._stamp.changed)
         if shows(self.store.params, self.shown):
             return self._stamp is None or self._stamp.changed
-        if self.shown != "sharded":
+        if self.shown != "shards":
             # To free the group would put the shards in their place, and lose them.
             raise RuntimeError(
                 f"{self.store.params[0].name}: its module shows other parameters than the full ones that unshard() or "
@@ -449,10 +449,10 @@ class Residency:
         else:
             self.ready()
             self._free_pieces()
-            self._pieces = self.store.subgroup(ranks)
+            self._pieces = self.store.pieces_on(ranks)
             self._pieces.copy_from_full()
         self._move(Level.PIECES)
-        self.show("subgroup")
+        self.show("pieces")
         self._free_full()
 
     def free(self) -> None:
@@ -474,7 +474,7 @@ class Residency:
         self._drop_gather()
         # Even if shards are shown already: this carries a change of requires_grad to the other tensors, on ranks that
         # skip the unit as on those that use it.
-        self.show("sharded")
+        self.show("shards")
         if self.kept:
             self._warn_of_writes()
             self.store.reclaim_full()  # the caller may have assigned to .data of kept parameters
@@ -521,8 +521,8 @@ class Residency:
 
         A rank may save or copy alone, so it must not gather anew; and what stays for backward alone is not shown.
         """
-        if not self.summoned and self.shown != "sharded":
-            self.show("sharded")
+        if not self.summoned and self.shown != "shards":
+            self.show("shards")
 
     def show_memory(self) -> None:
         """Undo ``show_shards``: make the modules show what is in memory."""
@@ -535,7 +535,7 @@ class Residency:
         """Show the shards of the group, and let ``block`` decide from now on what the modules show of ``params``."""
         self.ready()
         if not self.summoned:
-            self.show("sharded")  # even if they are shown: requires_grad may have been changed on them
+            self.show("shards")  # even if they are shown: requires_grad may have been changed on them
         self.summoned.update(dict.fromkeys(params, block))
 
     def dismiss(self, params: Iterable[FSDPParam], values: Mapping[FSDPParam, torch.Tensor]) -> None:
@@ -557,9 +557,9 @@ class Residency:
         finally:
             for param in params:
                 self.summoned.pop(param, None)
-            if show(list(params), "sharded", over_others=True):
+            if show(list(params), "shards", over_others=True):
                 self.store.note_change()
-            self.shown = "sharded"
+            self.shown = "shards"
             self.show_memory()
         if not self.summoned and not extended.isdisjoint(values):
             self.free()  # an extension's full parameters can only be made by a gather
@@ -610,7 +610,7 @@ class Residency:
         self.free()
         # A gather that raised while it was being started has left memory allocated, although the level is still the
         # one before it.
-        self.show("sharded")
+        self.show("shards")
         self._free_full()
         if self.store.portions is not None:
             self.store.portions.reset(self.comm.lanes)

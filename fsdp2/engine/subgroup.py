@@ -51,8 +51,8 @@ class SubgroupShards:
             piece = flat.as_strided(spec.shard_shape, spec.shard_stride)
             self._pieces.append(piece)
             self._sources.append(spec.cut(fulls[i]))
-            param.subgroup = parameter_of(spec.shard_as(piece), requires_grad=param.requires_grad)
-            param.subgroup.__dict__.update(_fsdp2_managed=True, _fsdp2_temporary=True)
+            param.piece = parameter_of(spec.shard_as(piece), requires_grad=param.requires_grad)
+            param.piece.__dict__.update(_fsdp2_managed=True, _fsdp2_temporary=True)
         self._flat.free()
 
     def copy_from_full(self) -> None:

@@ -53,7 +53,7 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         for (group, unit), (kept, shown) in zip(used.items(), before):
             if torch.is_grad_enabled():
                 unit.root.pending.record([group])
-            if kept and shown == "sharded":
+            if kept and shown == "shards":
                 group.residency.show_shards()  # as before: the parameters stay in memory only for backward
             if kept or group.is_entered:
                 continue  # somebody else keeps or uses the parameters

@@ -135,7 +135,7 @@ class CallOptions:
         """
         managed = collect(unit.modules, self.ignored_now(), self.ignored_modules)
         params = [param for group in unit.groups for param in group.params]
-        known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.subgroup)}
+        known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.piece)}
         shown_by = {site: param for param in params for site in param.sites}
         tied = [(found, others) for found in managed.params if (others := replaced_by(found, shown_by))]
         followed = {found.param for found, _ in tied}
@@ -185,7 +185,7 @@ def _take_over(found: Found, param: FSDPParam) -> None:
         new.data = new.detach().clone()
     group.reshard()
     param.take_value(new, group.store.home)
-    show([param], "sharded", over_others=True)
+    show([param], "shards", over_others=True)
     group.store.note_change()
     follow_parameters([new], [param])
     logger.info("%s: took over the value of the parameter that replaced it", param.name)

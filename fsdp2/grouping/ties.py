@@ -58,7 +58,7 @@ def join_ties(ties: list[Tie], unit: FSDPState) -> None:
     for tie in ties:
         param, group = tie.param, _group_of_its_own(tie.param)
         param.set_sites(param.sites + [site for site in tie.found.sites if site not in param.sites])
-        show([param], "sharded", over_others=True)
+        show([param], "shards", over_others=True)
         if group not in unit.groups:
             unit.groups.append(group)
 
@@ -144,4 +144,4 @@ def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
 
 
 def _shows(param: FSDPParam, tensor: torch.Tensor) -> bool:
-    return tensor is param.sharded or tensor is param.full or tensor is param.subgroup
+    return tensor is param.sharded or tensor is param.full or tensor is param.piece

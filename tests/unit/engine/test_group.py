@@ -224,7 +224,7 @@ def test_what_becomes_trainable_while_summoned_has_gradients_from_then_on(mesh: 
 def test_the_text_of_a_group_says_what_it_is_and_where(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     text = repr(group_of(module))
-    assert text.startswith("FSDPParamGroup(root: shards in memory, shows sharded, idle, 2 parameters, ")
+    assert text.startswith("FSDPParamGroup(root: shards in memory, shows shards, idle, 2 parameters, ")
     assert text.endswith("4 ranks)")
 
 

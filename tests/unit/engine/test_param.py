@@ -103,7 +103,7 @@ def test_a_module_that_watches_its_attributes_is_told(dp2: DataParallelMesh) -> 
     params = [manage(getattr(lstm, site.name), dp2, site) for site in sites]
     show(params, "full", over_others=True)  # the originals are still shown
     assert [id(w) for w in lstm._flat_weights] == [id(param.full) for param in params]
-    show(params, "sharded")
+    show(params, "shards")
     assert [id(w) for w in lstm._flat_weights] == [id(param.sharded) for param in params]
 
 
@@ -121,7 +121,7 @@ def test_freezing_what_is_shown_freezes_all(dp2: DataParallelMesh, place: str, t
     getattr(param, place).requires_grad_(trainable)
     assert show([param], "full")
     assert param.requires_grad == param.sharded.requires_grad == param.full.requires_grad == trainable
-    assert not show([param], "sharded")
+    assert not show([param], "shards")
 
 
 def test_an_adopted_shard_brings_what_it_knows(dp2: DataParallelMesh) -> None:

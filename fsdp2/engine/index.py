@@ -48,14 +48,11 @@ def param_of(tensor: torch.Tensor) -> FSDPParam | None:
         return reference()
     if not is_managed_tensor(tensor) or is_summoned(tensor):
         return None
-    if not _belongs(tensor, _by_id.get(id(tensor))):
-        _list_tensors()
     param = _by_id.get(id(tensor))
-    return param if _belongs(tensor, param) else None
-
-
-def _belongs(tensor: torch.Tensor, param: FSDPParam | None) -> bool:
-    return param is not None and (tensor is param.sharded or tensor is param.full or tensor is param.piece)
+    if param is None or not param.has(tensor):
+        _list_tensors()
+        param = _by_id.get(id(tensor))
+    return param if param is not None and param.has(tensor) else None
 
 
 def _list_tensors() -> None:

@@ -331,6 +331,10 @@ class FSDPParam:
         """Return the shard, the full parameter or the piece of a subgroup."""
         return self.sharded if which == "shards" else self.full if which == "full" else self.piece
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is its shard, its full parameter or its piece."""
+        return tensor is self.sharded or tensor is self.full or tensor is self.piece
+
     # ---- the shard ----
 
     @property

@@ -70,7 +70,7 @@ def replaced_by(found: Found, shown_by: Mapping[Site, FSDPParam]) -> set[FSDPPar
     that names it.
     """
     tensor, shown = found.param, (shown_by.get(site) for site in found.sites)
-    others = {one for one in shown if one is not None and not _shows(one, tensor)}
+    others = {one for one in shown if one is not None and not one.has(tensor)}
     if not others:  # as for almost all of thousands
         return set()
     param = param_of(tensor)
@@ -141,7 +141,3 @@ def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
     assert owner is not None
     owner.groups.append(group.split_off(param))
     return owner.groups[-1]
-
-
-def _shows(param: FSDPParam, tensor: torch.Tensor) -> bool:
-    return tensor is param.sharded or tensor is param.full or tensor is param.piece

@@ -203,10 +203,6 @@ class Itinerary(Generic[T]):
         """Note that a forward was aborted, perhaps only on this rank."""
         self._contexts.clear()
 
-    def forget(self) -> None:
-        """Forget everything: the groups were replaced, or ranks were reset."""
-        self.__init__()  # type: ignore[misc]
-
 
 class BackwardRoute(Generic[T]):
     """The forward calls whose backward is still to come; backward visits them in reverse."""

@@ -115,7 +115,7 @@ class RootContext(Generic[U]):
 
     def forget_units(self) -> None:
         """Forget the routes of passes, on which groups may be that are no longer below the root."""
-        self.itinerary.forget()
+        self.itinerary = Itinerary()
         self.observer.forget_units()
 
     def use_comm(self, comm: CommContext) -> None:
@@ -481,7 +481,7 @@ class RootContext(Generic[U]):
             self.forward.is_running = False
         self.forward = self.backward = None
         self._pending = Pending()
-        self.itinerary.forget()
+        self.itinerary = Itinerary()  # ranks may have stopped at different places
 
     # ---- backwards that the caller ends ----
 

@@ -34,6 +34,12 @@ def visits(route: ForwardRoute[Group] | BackwardRoute[Group], names: Iterable[st
     return [None if group is None else group.name for group in advice]
 
 
+def visited(route: ForwardRoute[Group], names: Iterable[str]) -> ForwardRoute[Group]:
+    """Visit the groups of these names and return the route."""
+    visits(route, names)
+    return route
+
+
 def run(
     itinerary: Itinerary[Group], names: Iterable[str], kind: str = "forward", *, alone: bool = False, **end: Any
 ) -> list[str | None]:
@@ -141,14 +147,13 @@ def test_what_backward_needs_first_is_known_once_one_has_begun() -> None:
     itinerary: Itinerary[Group] = Itinerary()
     for _ in range(2):
         route = itinerary.begin("forward")
-        visits(route, "ab")
         assert route.needed_first is None
-        itinerary.end(route, "forward", trains=True, ended_with=GROUPS["b"])
+        itinerary.end(visited(route, "ab"), "forward", trains=True, ended_with=GROUPS["b"])
     itinerary.begin_backward(first_stays=True)
-    assert itinerary.begin("forward").needed_first is GROUPS["b"]
-    train(itinerary, "ab")
+    route = itinerary.begin("forward")
+    assert route.needed_first is GROUPS["b"]
+    itinerary.end(visited(route, "ab"), "forward", trains=True, ended_with=GROUPS["b"])
     itinerary.begin_backward(first_stays=False)
-    itinerary.forget()
     assert itinerary.begin("forward").needed_first is None
 
 

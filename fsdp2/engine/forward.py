@@ -25,13 +25,12 @@ class ForwardPass(Pass):
         groups: list[FSDPParamGroup],
         observer: Observer,
         outermost: Any,
-        kind: str,
         route: ForwardRoute[FSDPParamGroup],
         pending: Pending,
         *,
         observed: bool,
     ) -> None:
-        """``route`` is what the itinerary expects of a forward of this ``kind``, and records.
+        """``route`` is what the itinerary expects of a forward like this one, and records.
 
         ``pending`` is the record for backwards on this forward.
         """
@@ -40,11 +39,10 @@ class ForwardPass(Pass):
         self.observed = observed
         self.trains = torch.is_grad_enabled()  # a method that calls forward may switch them off
         self.pending = pending
-        self.kind, self.route = kind, route
+        self.route = route
         self.ended_with: FSDPParamGroup | None = None  # the last group whose forward ended and freed it, or would have
         self.stayed: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
         self._passed: FSDPParamGroup | None = None  # the last unit that this rank has passed by
-        self.in_method = False  # a registered method is the outermost call, and has called forward
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Start gathering what is needed later in the pass, unless other ranks gather it only later."""
@@ -72,7 +70,7 @@ class ForwardPass(Pass):
         after, options = group.after_forward, group.store.options
         if self.is_quiet(group):
             return True  # before the next use the forward may update it, in ways that no version counter shows
-        if self.in_method and not self.trains and group in self.outermost.groups:
+        if self.route.in_method and not self.trains and group in self.outermost.groups:
             return True  # the method ends, and no backward follows, although gradients may be enabled around it
         if not self.trains or group.in_root or options.reduce_unused:
             return after
@@ -95,10 +93,10 @@ class ForwardPass(Pass):
         if before.residency.is_gathering:
             before.release(before.after_forward)
 
-    def end_part(self, kind: str, route: ForwardRoute[FSDPParamGroup]) -> None:
-        """End what the observer and the itinerary see as one pass; a part of ``kind`` follows, on ``route``."""
+    def end_part(self, route: ForwardRoute[FSDPParamGroup]) -> None:
+        """End what the observer and the itinerary see as one pass; another part follows, on ``route``."""
         super().end()
-        self.kind, self.route, self.in_method = kind, route, True
+        self.route = route
 
     def end(self) -> None:
         """Free what the pass gathered and nothing holds."""

@@ -34,9 +34,9 @@ class Contexts:
         self._before: Context = ()  # empty at the start, and after a pass was aborted
 
     @property
-    def is_known(self) -> bool:
-        """True if a pass ran since the start, or since the last one that was aborted."""
-        return bool(self._before)
+    def is_empty(self) -> bool:
+        """True if no pass ran since the start, or since the last one that was aborted."""
+        return not self._before
 
     def latest(self) -> list[Context]:
         """Return the kinds of the passes before, the longest list first."""
@@ -84,13 +84,21 @@ class ForwardRoute(Generic[T]):
     """
 
     def __init__(
-        self, known: _Trip[T] | None = None, contexts: Iterable[Context] = (), trained: _Trip[T] | None = None
+        self,
+        kind: str,
+        known: _Trip[T] | None,
+        contexts: Iterable[Context] = (),
+        trained: _Trip[T] | None = None,
+        *,
+        in_method: bool = False,
     ) -> None:
         """``known`` is the last forward like it, ``trained`` the last one with gradients.
 
-        Later forwards in one of its ``contexts`` are like it.
+        Later forwards in one of its ``contexts`` are like it; without any, this rank runs it alone.
         """
         self.stops: list[Stop] = []
+        self.kind = kind
+        self.in_method = in_method  # a registered method is the outermost call, and has called forward
         self.contexts = contexts
         self.known = known
         self._with_gradients: set[int] = set()
@@ -148,7 +156,7 @@ class Itinerary(Generic[T]):
         self._latest_trained: _Trip[T] | None = None
 
     def begin(self, kind: str, *, alone: bool = False, in_method: bool = False) -> ForwardRoute[T]:
-        """Begin a forward of ``kind``, and return its route.
+        """Begin a forward of ``kind``, perhaps one that a registered method calls, and return its route.
 
         Other ranks know nothing of a forward that this rank runs ``alone``, so later forwards must not depend on it.
         """
@@ -156,19 +164,11 @@ class Itinerary(Generic[T]):
         known = next((self._known[context] for context in contexts if context in self._known), None)
         known = known or self._latest.get(in_method)
         if alone:
-            return ForwardRoute(self._alone.get(kind, known), trained=self._latest_trained)
+            return ForwardRoute(kind, self._alone.get(kind, known), trained=self._latest_trained, in_method=in_method)
         self._contexts.add((kind, in_method))
-        return ForwardRoute(known, contexts, self._latest_trained)
+        return ForwardRoute(kind, known, contexts, self._latest_trained, in_method=in_method)
 
-    def end(
-        self,
-        route: ForwardRoute[T],
-        kind: str,
-        *,
-        in_method: bool = False,
-        trains: bool = False,
-        ended_with: T | None = None,
-    ) -> None:
+    def end(self, route: ForwardRoute[T], *, trains: bool = False, ended_with: T | None = None) -> None:
         """End a forward: expect its ``route`` from the next one like it.
 
         ``trains``: a backward may follow, and need ``ended_with`` first, the last group that the forward freed.
@@ -179,12 +179,12 @@ class Itinerary(Generic[T]):
         trip = _Trip(route.known.stops if route.known is not None and route.repeats else route.stops, ended_with)
         trip.needed_first = route.needed_first  # as before, until a backward shows it
         if not route.contexts:
-            self._alone[kind] = trip
+            self._alone[route.kind] = trip
             return
         if len(self._known) > MOST_CONTEXTS:
             self._known.clear()
         self._known.update(dict.fromkeys(route.contexts, trip))
-        self._latest[in_method] = trip
+        self._latest[route.in_method] = trip
         if trains:
             self._trained.append(trip)
             self._latest_trained = trip

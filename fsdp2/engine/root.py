@@ -191,30 +191,30 @@ class RootContext(Generic[U]):
             RuntimeError: an earlier backward raised and was not followed by ``reset_iter_state``, or gradients that
                 ``finalize_backward`` started to reduce were not waited for.
         """
-        running = self.forward
+        earlier = self.forward
         # The unit that began the pass, or the root, called again: an interrupt has left that pass. (A call of a module
         # inside its own call does not come here.)
-        if running is not None and running.outermost is not unit and self.all_states[0] is not unit:
-            return running
+        if earlier is not None and earlier.outermost is not unit and self.all_states[0] is not unit:
+            return earlier
         self._check_last_iteration_ended()
         alone, kind = self.runs_alone, kind_of_forward()
         if not self._compared:
             self.observe(None, kind)
         # A forward that is still there was interrupted (KeyboardInterrupt), which no hook tells. One without gradients
         # holds nothing.
-        aborted = running is not None and running.trains
+        aborted = earlier is not None and earlier.trains
         observer = Unobserved() if alone else self.observer
         pending = self._pending if torch.is_grad_enabled() else Pending(self._pending)
-        like = f"{kind.name} of {unit.name}"  # a forward of another unit goes another way
-        route = self.itinerary.begin(like, alone=alone)
-        run = ForwardPass(self.groups, observer, unit, like, route, pending, observed=not alone)
-        if running is not None:
-            running.is_running = False
+        # By unit, because a forward of another one goes another way.
+        route = self.itinerary.begin(f"{kind.name} of {unit.name}", alone=alone)
+        run = ForwardPass(self.groups, observer, unit, route, pending, observed=not alone)
+        if earlier is not None:
+            earlier.is_running = False
         for group in run.groups:
             group.begin_forward_pass(run, aborted=aborted)
         # Not yet those of groups that may be updated first.
         outdated = [group for group in with_outdated_portions(run.groups) if not route.comes_late(group)]
-        kind = PassKind(kind.name, portions=self.numbers_of(outdated))
+        kind = kind._replace(portions=self.numbers_of(outdated))
         self.forward, self.backward = run, None
         _running.add(self)
         _trace.refresh()
@@ -245,10 +245,10 @@ class RootContext(Generic[U]):
         assert run is not None
         run.trains = torch.is_grad_enabled() and run.pending is self._pending
         if not run.trains:
-            if run.in_method:
-                self.itinerary.end(run.route, run.kind, in_method=True)
+            if run.route.in_method:
+                self.itinerary.end(run.route)
             kind = PassKind("evaluation in a method")
-            run.end_part(kind.name, self.itinerary.begin(kind.name, alone=not run.observed, in_method=True))
+            run.end_part(self.itinerary.begin(kind.name, alone=not run.observed, in_method=True))
             run.observer.begin(kind, outermost=True)
 
     def numbers_of(self, groups: Iterable[FSDPParamGroup]) -> tuple[int, ...]:
@@ -281,7 +281,7 @@ class RootContext(Generic[U]):
         self.forward = None
         if not run.trains:  # the host may write to shards from here on; else it may from the end of backward on
             self.comm.copies.wait()
-        self.itinerary.end(run.route, run.kind, in_method=run.in_method, trains=run.trains, ended_with=run.ended_with)
+        self.itinerary.end(run.route, trains=run.trains, ended_with=run.ended_with)
         if run.trains:
             self.pending.end_forward(run.gathered_skippable, run.stayed)
 

@@ -84,7 +84,7 @@ class PassLog:
         if self.kind:
             return False
         known = (self._next[context] for context in self._contexts.latest() if context in self._next)
-        return next(known, None if self._contexts.is_known else self._first_kind) == kind
+        return next(known, self._first_kind if self._contexts.is_empty else None) == kind
 
     def expects_collectives(self, kind: PassKind) -> bool:
         """Return True if all ranks expect a pass of ``kind`` now, and expect it to launch a collective."""

@@ -46,7 +46,7 @@ def run(
     """Run one forward; return the advice given at each call."""
     route = itinerary.begin(kind, alone=alone)
     advice = visits(route, names)
-    itinerary.end(route, kind, **end)
+    itinerary.end(route, **end)
     return advice
 
 
@@ -137,7 +137,7 @@ def test_a_use_whose_weights_may_be_written_first_is_not_gathered_ahead() -> Non
         for name, quiet, late in [("a", False, False), ("b", True, False), ("c", True, False), ("d", False, True)]:
             following = route.visit(GROUPS[name], quiet=quiet, late=late)
             advice.append(None if following is None else following.name)
-        itinerary.end(route, "forward")
+        itinerary.end(route)
     assert advice == [None, "c", None, None]
     assert [name for name in "abcd" if itinerary.begin("forward").comes_late(GROUPS[name])] == ["b", "c", "d"]
 
@@ -148,11 +148,11 @@ def test_what_backward_needs_first_is_known_once_one_has_begun() -> None:
     for _ in range(2):
         route = itinerary.begin("forward")
         assert route.needed_first is None
-        itinerary.end(visited(route, "ab"), "forward", trains=True, ended_with=GROUPS["b"])
+        itinerary.end(visited(route, "ab"), trains=True, ended_with=GROUPS["b"])
     itinerary.begin_backward(first_stays=True)
     route = itinerary.begin("forward")
     assert route.needed_first is GROUPS["b"]
-    itinerary.end(visited(route, "ab"), "forward", trains=True, ended_with=GROUPS["b"])
+    itinerary.end(visited(route, "ab"), trains=True, ended_with=GROUPS["b"])
     itinerary.begin_backward(first_stays=False)
     assert itinerary.begin("forward").needed_first is None
 

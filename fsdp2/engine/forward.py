@@ -96,15 +96,23 @@ class ForwardPass(Pass):
     def end_part(self, route: ForwardRoute[FSDPParamGroup]) -> None:
         """End what the observer and the itinerary see as one pass; another part follows, on ``route``."""
         super().end()
+        self._release_joined()
         self.route = route
 
     def end(self) -> None:
         """Free what the pass gathered and nothing holds."""
         super().end()
-        for group in self.gathered_skippable:
-            # Gathered for the others' sake, or ahead of a use that did not come; or kept, since it might come again.
-            if group.residency.is_gathering or group.store.options.any_order:
-                group.release(group.after_forward)  # as on ranks that used it: backward finds it in the same state
+        self._release_joined()
         for group in self.groups:
             group.end_forward_pass(self)
         self.is_running = False
+
+    def _release_joined(self) -> None:
+        """Leave the groups that ranks may skip in one state on all ranks; the next pass, and backward, depend on it.
+
+        Some were gathered for the others' sake, or ahead of a use that did not come; or kept, since it might come
+        again.
+        """
+        for group in self.gathered_skippable:
+            if group.residency.is_gathering or (group.store.options.any_order and not group.is_entered):
+                group.release(group.after_forward)  # as on ranks that used it

@@ -68,6 +68,10 @@ END = Collective("end", None)
 """The end of a pass, shown to the observer like a collective."""
 
 
+_FORWARDS = ("forward", "evaluation", "evaluation in a method")
+_BACKWARDS = ("backward", "finalization", "synchronization")
+
+
 class PassKind(NamedTuple):
     """The kind of a pass. Two passes of one kind, after the same kinds of passes, are expected to launch the
     same collectives.
@@ -75,9 +79,7 @@ class PassKind(NamedTuple):
     So a kind must contain every fact that changes the collectives from one pass to the next on all ranks alike.
     """
 
-    # "forward", "evaluation", "backward", "finalization", "synchronization", or the function that the caller gathered
-    # with
-    name: str
+    name: str  # in _FORWARDS or _BACKWARDS, or that of the function that the caller gathered with
     detail: str = ""  # which groups reduce, in words because errors show them
     used: tuple[int, ...] = ()
     """Of a backward: the groups marked with ``set_reduce_scatter_unused_params`` that its forwards gathered."""
@@ -90,6 +92,16 @@ class PassKind(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} ({self.detail})" if self.detail else self.name
+
+    @property
+    def is_forward(self) -> bool:
+        """True of a forward, with or without gradients, also if a registered method calls it."""
+        return self.name in _FORWARDS
+
+    @property
+    def is_backward(self) -> bool:
+        """True if it reduces gradients."""
+        return self.name in _BACKWARDS
 
 
 class Answer(Enum):

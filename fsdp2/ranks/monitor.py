@@ -30,8 +30,7 @@ __all__ = ["RankMonitor"]
 
 _DEVIATIONS = 1  # how often a guessed pass may deviate and still keep the rest of its guess
 _REMEDY = "every rank must run the same units in the same order, after the same calls of setters and of unshard()"
-_FORWARDS = ("forward", "evaluation")
-_BACKWARDS = ("backward", "finalization", "synchronization")
+_GUESSED = ("forward", "evaluation")  # not in a method, whose own parameters are in memory already
 _Job = Callable[[], None]
 
 
@@ -114,7 +113,7 @@ class RankMonitor:
             options, residency = group.store.options, group.residency
             if not options.reduce_unused or group.mesh.shard.size == 1 or not residency.needs_gather:
                 continue
-            if kind.name not in _FORWARDS:
+            if not kind.is_forward:
                 trains = any(param.requires_grad for param in group.params)
                 needed = options.unshard_in_backward and (trains or group in self._needed_in_backward)
                 if number not in kind.used or not needed:
@@ -127,7 +126,7 @@ class RankMonitor:
 
         The gathers of portions that the kind contains come first.
         """
-        if kind.name not in _FORWARDS or self.log.has_schedule(kind) or self._may_skip:
+        if kind.name not in _GUESSED or self.log.has_schedule(kind) or self._may_skip:
             return None
         portions = [Collective("gather over replicas", self._root.groups[number]) for number in kind.portions]
         groups = [group for group in self._root.groups if group.mesh.shard.size > 1]
@@ -143,7 +142,7 @@ class RankMonitor:
                 self._meet()
             if log.kind.name == "forward":
                 self._forward_positions = {collective.group: i for i, collective in enumerate(log.collectives)}
-            elif log.kind.name in _BACKWARDS:
+            elif log.kind.is_backward:
                 gathered = [
                     collective.group
                     for collective in log.collectives
@@ -283,7 +282,7 @@ class RankMonitor:
         log, groups = self.log, self._root.groups
         state = self._at_meeting(collective, compares=False)
         want: dict[str, Any] = {**self._described(collective), "waits": optional}
-        if log.kind is not None and log.kind.name in _BACKWARDS:
+        if log.kind is not None and log.kind.is_backward:
             # A rank that computes with a unit, or will, cannot join its reduction.
             skippable = [group for group in groups if group.store.options.reduce_unused]
             want["inside"] = [groups.index(g) for g in skippable if not can_join(Collective("reduce", g), True)]
@@ -317,7 +316,7 @@ class RankMonitor:
         """Return a number that grows along the pass: in the order of groups in a forward, in reverse in a backward."""
         groups: Sequence[ObservedGroup] = self._root.groups
         number = -1 if collective.group is None else groups.index(collective.group)
-        backward = kind is not None and kind.name in _BACKWARDS
+        backward = kind is not None and kind.is_backward
         return -self._forward_positions.get(collective.group, number) if backward else number
 
     # ---- the history for other ranks ----

@@ -290,3 +290,49 @@ class Chain(nn.Module):
         for block, by_block in zip(self.blocks, (used[::-1], used)):
             x = checkpoint(block, x, by_block, use_reentrant=False) if self.checkpointed else block(x, by_block)
         return x.square().mean()
+
+
+class Speaker(nn.Module):
+    """A gate and experts, and a method that calls forward once for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        x = torch.tanh(self.gate(x))
+        for index in used:
+            x = x + self.experts[index](x)
+        return x
+
+    def generate(self, x: torch.Tensor, by_token: list[list[int]]) -> torch.Tensor:
+        for used in by_token:
+            x = self(x, used)
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("any_order", [False, True])
+def test_tokens_of_other_experts(rank, world, any_order, reshard):
+    """A registered method calls forward for each token, and each token uses other experts on each rank.
+
+    The schedule of the token before was followed, although a rank may use any expert: a rank that came to another one
+    asked the others, which did not know, and all raised "ranks do not do the same". Nor may a rank that joined the
+    gather of an expert keep it to the next token, if the rank that used it does not."""
+    torch.manual_seed(0)
+    alone = Speaker()
+    model = copy.deepcopy(alone)
+    for unit in (model.gate, *model.experts):
+        fsdp2.fully_shard(unit, reshard_after_forward=reshard)
+    fsdp2.fully_shard(model)
+    for expert in model.experts:
+        expert.set_reduce_scatter_unused_params(True, any_order=any_order)
+    fsdp2.register_fsdp_forward_method(model, "generate")
+    by_rank = [[[0], [0], [], [0]], [[0], [0, 1], [2], [0, 2]]]
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        for tokens in ([0, 1, 2, 3], [3, 2, 1, 0]):
+            used = [by_rank[rank][token] for token in tokens]
+            torch.testing.assert_close(model.generate(x, used), alone.generate(x, used))

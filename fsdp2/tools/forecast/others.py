@@ -53,7 +53,7 @@ class _Others:
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
         """Note that a pass starts."""
         self._launched.clear()
-        self._forward = kind.name == "forward"
+        self._forward = kind.is_forward
 
     def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
         """Launch every collective immediately; before a forward ends, join the others' gathers."""

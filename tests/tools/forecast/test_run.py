@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count, repeat
@@ -597,8 +598,10 @@ class Seeing(nn.Module):
         return x
 
 
-def sent_without_images(mesh: dict[str, int], backend: str, zeros: bool) -> dict[str, tuple[int, int]]:
-    """Return launches and bytes of a step with text alone."""
+def sent_without_images(
+    mesh: dict[str, int], backend: str, zeros: bool, run: Callable[..., None] = step
+) -> dict[str, tuple[int, int]]:
+    """Return launches and bytes of a step with text alone, or of what ``run`` does instead."""
 
     def builds(mesh: Any) -> Any:
         model = Seeing()
@@ -607,7 +610,7 @@ def sent_without_images(mesh: dict[str, int], backend: str, zeros: bool) -> dict
         model.set_reduce_scatter_unused_params(zeros)  # type: ignore[operator]  # of FSDPModule
         return model, torch.optim.AdamW(model.parameters())
 
-    result = forecast(builds, step, mesh=mesh, backend=backend)
+    result = forecast(builds, run, mesh=mesh, backend=backend)
     assert {one.kind for one in result.collectives} <= {"all_gather", "reduce_scatter", "all_to_all"}
     gathers = [one for one in result.collectives if one.kind == "all_gather"]
     others = [one for one in result.collectives if one.kind != "all_gather"]
@@ -630,6 +633,18 @@ def test_a_tower_that_the_step_does_not_use(backend):
     assert skipped["gathered"] == (5, 5 * layer) and skipped["reduced"][1] == 3 * layer
     taking_part = sent_without_images({"shard": 8}, backend, zeros=True)
     assert taking_part["gathered"] == (10, 10 * layer) and taking_part["reduced"][1] == 5 * layer
+
+
+def test_a_tower_that_an_evaluation_does_not_use():
+    """A rank without images gathers the tower in an evaluation too; the forecast left it out there."""
+
+    def evaluates(model: Any, optimizer: Any) -> None:
+        with torch.no_grad():
+            model(torch.empty(8, WIDTH))
+
+    layer = WIDTH * WIDTH * 4
+    for zeros, layers in ((False, 3), (True, 5)):
+        assert sent_without_images({"shard": 8}, "gloo", zeros, evaluates)["gathered"] == (layers, layers * layer)
 
 
 def test_padding_comes_with_a_remedy():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -373,7 +373,7 @@ class RootContext(Generic[U]):
             # In the order of forward: a rank that has skipped units may be here while others are still in their
             # backward. It asks first for what they launch last, and joins what they need before that.
             in_order = [group for unit in self.all_states for group in reversed(unit.groups) if group in ended]
-            self._settle(run, in_order, partial(self._settles_at_end, manual=manual))
+            self._settle(run, self._left_by_backward(in_order, manual=manual))
             for unit in (*run.recomputed, *run.entered):
                 unit.forget_calls(run)
             if manual:
@@ -399,38 +399,40 @@ class RootContext(Generic[U]):
         return group.phases.phase in (Phase.FORWARD, Phase.IDLE)
 
     @staticmethod
-    def _settle(run: Pass, groups: Iterable[FSDPParamGroup], settles: Callable[[FSDPParamGroup], bool]) -> None:
-        """Launch the reductions that ``groups`` have left, those that it ``settles``, and end ``run``.
+    def _settle(run: Pass, left: Iterable[FSDPParamGroup]) -> None:
+        """Launch the reductions that are ``left``, and end ``run``.
 
         Every pass that reduces ends here: a backward, its finalization, a synchronization. ``_await_reductions`` waits
-        for what was launched.
+        for what was launched. Each group is taken from ``left`` in its turn, because before that the rank may join
+        what other ranks launch.
         """
         run.join_before_end()
-        for group in groups:
-            if settles(group):  # asked in its turn, because a rank may join what other ranks launch before
-                run.post_backward(group)
+        for group in left:
+            run.post_backward(group)
         # Before waiting: an unscheduled pass is compared here, and ranks that differ must not wait for reductions.
         run.end()
 
-    def _settles_at_end(self, group: FSDPParamGroup, *, manual: bool) -> bool:
-        """Return whether the end of a backward settles ``group``; if ``manual``, note what is left to the caller."""
-        if group.residency.summoned:
-            return False
-        reduced, reduces = group.is_reduced, group.store.options.reduce_gradients
-        if manual and reduced and reduces:
-            self.pending.deferred.pop(group, None)
-        elif manual:
-            self.pending.deferred[group] = None
-        return not reduced and not (manual and reduces)
+    def _left_by_backward(self, groups: Iterable[FSDPParamGroup], *, manual: bool) -> Iterator[FSDPParamGroup]:
+        """Yield those of ``groups`` that the end of a backward ends; if ``manual``, note what is left to the caller."""
+        for group in groups:
+            if group.residency.summoned:
+                continue
+            reduced, reduces = group.is_reduced, group.store.options.reduce_gradients
+            if manual and reduced and reduces:
+                self.pending.deferred.pop(group, None)
+            elif manual:
+                self.pending.deferred[group] = None
+            if not reduced and not (manual and reduces):
+                yield group
 
-    def _settles_at_finalization(self, group: FSDPParamGroup) -> bool:
-        """Return whether backwards have left ``group`` to the finalization; free it otherwise."""
-        if group in self.pending.deferred:
-            del self.pending.deferred[group]
-            return True
-        if group.frees_after_backward and not group.residency.summoned:
-            group.reshard()  # gathered ahead, and kept until now because more micro-batches might use it
-        return False
+    def _left_to_finalization(self) -> Iterator[FSDPParamGroup]:
+        """Yield the groups that backwards have left to the caller; free the others, which they gathered ahead."""
+        for group in self.groups_backward:
+            if group in self.pending.deferred:
+                del self.pending.deferred[group]
+                yield group
+            elif group.frees_after_backward and not group.residency.summoned:
+                group.reshard()  # kept until now because more micro-batches might use it
 
     def await_backward(self, groups: list[FSDPParamGroup]) -> None:
         """End a backward for ``groups``, and wait for it; after the last one on the recorded forwards, forget these.
@@ -516,7 +518,7 @@ class RootContext(Generic[U]):
         run.start(more_follow=False)  # so that the next forward finds it if it raises
         with torch.no_grad(), _trace.span("finalize_backward", self):
             self.observer.begin(self._backward_kind("finalization"), outermost=False)
-            self._settle(run, self.groups_backward, self._settles_at_finalization)
+            self._settle(run, self._left_to_finalization())
         self.backward = None
         reduction = self.comm.finalizing = GradientReduction(self, run)
         return reduction
@@ -534,7 +536,7 @@ class RootContext(Generic[U]):
         try:
             with torch.no_grad(), _trace.span("synchronize_gradients", self):
                 self.observer.begin(PassKind("synchronization"), outermost=True)
-                self._settle(run, left, lambda group: True)
+                self._settle(run, left)
                 self._await_reductions(left)
             for group in groups:
                 group.residency.forget_portions()

@@ -6,7 +6,7 @@ is the business of its ``Residency``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from fsdp2.engine.param import FSDPParam, Site
 from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.residency import Level, Residency
 
-__all__ = ["FSDPParamGroup", "UsingPass"]
+__all__ = ["FSDPParamGroup", "UsingPass", "ranks_may_skip"]
 
 
 class UsingPass(Protocol):
@@ -449,3 +449,8 @@ class FSDPParamGroup:
         self.residency.reset()
         self.gradients.reset()
         self.phases.reset()
+
+
+def ranks_may_skip(groups: Iterable[FSDPParamGroup]) -> bool:
+    """Return whether some ranks may skip any of ``groups`` while others use it."""
+    return any([group.store.options.reduce_unused for group in groups])

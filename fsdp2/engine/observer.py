@@ -200,13 +200,15 @@ MakeObserver = Callable[[Any, PassKind, "Exception | None"], "Observer | None"]
 _make: MakeObserver | None = None
 
 
-def observe_with(make: MakeObserver) -> None:
+def observe_with(make: MakeObserver | None) -> MakeObserver | None:
     """Have ``make(root, kind, error)`` make the observer of each root from now on; if it returns None, there is none.
 
-    ``fsdp2/ranks`` calls this when it is imported: the engine cannot import what observes it.
+    Return what has made them so far. ``fsdp2/ranks`` calls this when it is imported: the engine cannot import what
+    observes it.
     """
     global _make
-    _make = make
+    before, _make = _make, make
+    return before
 
 
 def make_observer(root: Any, kind: PassKind, error: Exception | None) -> Observer:

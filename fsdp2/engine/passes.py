@@ -16,7 +16,7 @@ from torch import nn
 from fsdp2._torch.autograd import graph_task_id
 from fsdp2._torch.hooks import dispatch_modes
 from fsdp2.autograd.boundary import Boundary
-from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.group import FSDPParamGroup, ranks_may_skip
 from fsdp2.engine.observer import END, Answer, Collective, Observer
 from fsdp2.engine.phase import Phase
 
@@ -91,7 +91,7 @@ class Pass:
         self._launched = 0  # collectives so far
         self._joining: list[FSDPParamGroup] = []  # whose collectives are being launched because other ranks need them
         # Asked for each reduction, so it is found once.
-        self._some_skip = any([group.store.options.reduce_unused for group in groups])
+        self._some_skip = ranks_may_skip(groups)
 
     # ---- collectives ----
 

@@ -16,7 +16,7 @@ from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.backward import BackwardPass, Synchronization
 from fsdp2.engine.forward import ForwardPass
-from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.group import FSDPParamGroup, ranks_may_skip
 from fsdp2.engine.itinerary import Itinerary
 from fsdp2.engine.observer import Observer, PassKind, Unobserved, make_observer
 from fsdp2.engine.param import Site
@@ -148,7 +148,7 @@ class RootContext(Generic[U]):
         Not with units that some ranks skip: the ranks of a replica have to choose together what they gather, and they
         do so with all others.
         """
-        if torch.is_grad_enabled() or any(group.store.options.reduce_unused for group in self.groups):
+        if torch.is_grad_enabled() or ranks_may_skip(self.groups):
             return False
         return are_copied(self.groups)
 
@@ -345,7 +345,7 @@ class RootContext(Generic[U]):
         gathered = [group for group in self.pending.stayed if group.mesh.shard.size > 1]  # by a collective
         text = f"{reduce} reduce, {all_reduce} all-reduce{more}"
         # Without units that ranks may skip, forwards that launch no collective need not be as many on all ranks.
-        forwards = self.pending.forwards if any(group.store.options.reduce_unused for group in groups) else 0
+        forwards = self.pending.forwards if ranks_may_skip(groups) else 0
         return PassKind(name, text, self.numbers_of(self.pending.used), self.numbers_of(gathered), forwards)
 
     def leave_unstarted_backward(self, run: BackwardPass) -> None:

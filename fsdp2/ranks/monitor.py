@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
-from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.group import FSDPParamGroup, ranks_may_skip
 from fsdp2.engine.observer import AS_COMPUTED, END, Answer, CanJoin, Collective, ObservedGroup, PassKind
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board, History
@@ -66,7 +66,7 @@ class RankMonitor:
     @property
     def _may_skip(self) -> bool:
         """True if ranks may skip units that others use: all ranks then choose each collective that is not scheduled."""
-        return any(group.store.options.reduce_unused for group in self._root.groups)
+        return ranks_may_skip(self._root.groups)
 
     # ---- passes ----
 

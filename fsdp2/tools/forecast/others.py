@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fsdp2.engine import observer
+from fsdp2.engine.group import ranks_may_skip
 from fsdp2.engine.observer import (
     END,
     Answer,
@@ -25,18 +25,17 @@ __all__ = ["others_use_everything"]
 @contextmanager
 def others_use_everything() -> Iterator[None]:
     """Simulate that other ranks use every unit that ``set_reduce_scatter_unused_params`` allows to skip."""
-    before = observer._make
 
     def make(root: RootContext[Any], kind: PassKind, error: Exception | None) -> Observer | None:
-        if error is None and any(group.store.options.reduce_unused for group in root.groups):
+        if error is None and ranks_may_skip(root.groups):
             return _Others(root)
         return None if before is None else before(root, kind, error)
 
-    observe_with(make)
+    before = observe_with(make)
     try:
         yield
     finally:
-        observer._make = before
+        observe_with(before)
 
 
 class _Others:

@@ -67,4 +67,4 @@ def _gather_between_passes(
 def _start(groups: list[FSDPParamGroup], launch: Launch, *, in_backward: bool = False) -> None:
     for group in groups:
         group.comm.lanes.gather_after_compute()  # the caller may have written the shards just now
-        group.unshard(False, launch, in_backward)
+        group.start_unshard(launch, in_backward=in_backward)

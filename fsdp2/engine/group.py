@@ -169,8 +169,7 @@ class FSDPParamGroup:
     ) -> None:
         """Start gathering unless the full parameters are there or on their way; ``async_op`` is torch's and ignored.
 
-        An ``optional`` gather may be left for later by ``launch``. Callers here pass arguments by position, because
-        replacements that are patched in for torch's method expect that.
+        An ``optional`` gather may be left for later by ``launch``.
         """
         self.residency.start(launch, optional=optional, in_backward=in_backward)
 
@@ -182,9 +181,13 @@ class FSDPParamGroup:
         """Free the full memory, and show the shards."""
         self.residency.free()
 
+    def start_unshard(self, launch: Launch, *, in_backward: bool = False, optional: bool = False) -> None:
+        """Call ``unshard``, by position: what is patched in for torch's method need not take arguments by name."""
+        self.unshard(False, launch, in_backward, optional)
+
     def unshard_now(self, launch: Launch = launch_unobserved, *, in_backward: bool = False) -> None:
         """Show full parameters, ready for compute."""
-        self.unshard(False, launch, in_backward)
+        self.start_unshard(launch, in_backward=in_backward)
         self.wait_for_unshard()
 
     def _unshard_for_compute(self, launch: Launch, *, in_backward: bool) -> None:

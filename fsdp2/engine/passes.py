@@ -117,7 +117,7 @@ class Pass:
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Start gathering what is needed later in the pass, unless other ranks gather it only later."""
-        group.unshard(False, self.launch, self.in_backward, True)
+        group.start_unshard(self.launch, in_backward=self.in_backward, optional=True)
         if self.in_forward:
             group.residency.note_ahead(loud=not self.quietly)
 
@@ -193,7 +193,7 @@ class Pass:
             group.release(group.after_forward)  # the gather joined before ends as on the ranks that used the group
         elif group.residency.is_gathering or not group.residency.needs_gather:
             group.reshard()  # the others freed it after their use, or this collective would not be a gather
-        group.unshard(False, self.launch, self.in_backward)
+        group.start_unshard(self.launch, in_backward=self.in_backward)
 
     def join_before_end(self) -> None:
         """Launch what other ranks are known to launch before a backward ends; nothing in other passes."""

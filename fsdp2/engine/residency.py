@@ -233,13 +233,45 @@ class Residency:
             if not self._have_portions(launch, optional=optional, in_backward=in_backward):
                 return  # other ranks gather them later
             source = _Source(buffers, store.mesh.shard, store.options.custom_gather)
-        start = partial(self._launch, source, in_backward)
+        start: Callable[[], None] = partial(self._launch, source, in_backward)
+        sent: tuple[int, ...] | None = ()  # by extensions; None if that is not known yet
         if store.extensions is not None:
-            self._start_extended(launch, start, source.axis, optional)
-        elif source.axis.size == 1:
-            start()  # nothing is communicated, so other ranks need not know, and even a prefetch starts at once
+            sent = store.extensions.sent
+            start = partial(self._encode, launch, start, source.axis, sent)
+        if source.axis.size == 1 or sent is None:
+            start()  # on one rank nothing is communicated, so nobody need know, and even a prefetch starts at once
         else:
-            launch(Collective("gather", self._group, store.formats_digest), start, optional=optional)
+            launch(Collective("gather", self._group, (*store.formats_digest, *sent)), start, optional=optional)
+
+    def _encode(self, launch: Launch, start: Callable[..., None], axis: Axis, expected: tuple[int, ...] | None) -> None:
+        """Encode tensors with all-gather extensions, which decide themselves what is sent, and ``start`` with these.
+
+        The ranks must agree on sizes and dtypes. The observer has been asked about those of the gather before, which
+        are ``expected``. The first time, or if they have changed since, it is asked about these.
+        """
+        store, extensions = self.store, self.store.extensions
+        assert extensions is not None
+        extras = extensions.encode(axis.size, self.comm.lanes.gather)
+        if axis.size == 1 or extensions.sent == expected:
+            start(extras)
+            return
+        part = (*store.formats_digest, *(extensions.sent or ()))
+        try:
+            launch(Collective("gather", self._group, part), partial(start, extras))
+        except BaseException:
+            extensions.free()  # what was encoded would stay in memory until the next gather
+            raise
+
+    def _launch(self, source: _Source, in_backward: bool, extras: Sequence[torch.Tensor] = ()) -> None:
+        if _trace.recording:
+            _trace.emit("unshard", self, sum(item.full_bytes for item in source.buffers.items))
+        work = start_gather(source.buffers, source.axis, self.comm.copies, custom=source.custom, extras=extras)
+        self._move(Level.GATHERING)
+        self.work, self._loud = work, False
+        if in_backward:
+            self.kept = Level.SHARDS  # pieces were kept for this backward, which frees them
+        if not self.kept:
+            self._stamp = None  # what is gathered now is used now
 
     def _take_in_replaced(self, *, in_backward: bool) -> None:
         if self.store.replaced(in_backward=in_backward):
@@ -309,46 +341,6 @@ class Residency:
         """Let the next forward gather anew: gradients were reduced over the replicate axis, so shards will change."""
         if self.store.portions is not None:
             self.store.portions.forget()
-
-    def _start_extended(self, launch: Launch, start: Callable[..., None], axis: Axis, optional: bool) -> None:
-        """Start a gather of tensors that decide by themselves what travels.
-
-        The ranks must agree on its sizes and dtypes. They are known from the gather before. The first time, or if they
-        have changed since, the observer sees them after the tensors were encoded.
-        """
-        store, extensions, lane = self.store, self.store.extensions, self.comm.lanes.gather
-        assert extensions is not None
-        expected = extensions.sent
-
-        def encode_and_gather() -> None:
-            extras = extensions.encode(axis.size, lane)
-            if axis.size == 1 or extensions.sent == expected:
-                start(extras)
-                return
-            try:
-                launch(collective(extensions.sent), partial(start, extras))
-            except BaseException:
-                extensions.free()  # what was encoded would stay in memory until the next gather
-                raise
-
-        def collective(sent: tuple[int, ...] | None) -> Collective:
-            return Collective("gather", self._group, (*store.formats_digest, *(sent or ())))
-
-        if axis.size == 1 or expected is None:
-            encode_and_gather()
-        else:
-            launch(collective(expected), encode_and_gather, optional=optional)
-
-    def _launch(self, source: _Source, in_backward: bool, extras: Sequence[torch.Tensor] = ()) -> None:
-        if _trace.recording:
-            _trace.emit("unshard", self, sum(item.full_bytes for item in source.buffers.items))
-        work = start_gather(source.buffers, source.axis, self.comm.copies, custom=source.custom, extras=extras)
-        self._move(Level.GATHERING)
-        self.work, self._loud = work, False
-        if in_backward:
-            self.kept = Level.SHARDS  # pieces were kept for this backward, which frees them
-        if not self.kept:
-            self._stamp = None  # what is gathered now is used now
 
     # ---- ready ----
 

@@ -90,7 +90,7 @@ class Residency:
         self._group = group  # whose gathers these are, for the observer
         self.level = Level.SHARDS
         self.shown: Shown = "shards"
-        self.work: Gathering | None = None  # the gather, while there is one
+        self.gathering: Gathering | None = None  # the gather, while there is one
         self._pieces: SubgroupShards | None = None
         # While summon_full_params shows some of the parameters, nothing is gathered or freed: what is in memory stays
         # there, and is shown again afterwards.
@@ -265,9 +265,9 @@ class Residency:
     def _launch(self, source: _Source, in_backward: bool, extras: Sequence[torch.Tensor] = ()) -> None:
         if _trace.recording:
             _trace.emit("unshard", self, sum(item.full_bytes for item in source.buffers.items))
-        work = start_gather(source.buffers, source.axis, self.comm.copies, custom=source.custom, extras=extras)
+        gathering = start_gather(source.buffers, source.axis, self.comm.copies, custom=source.custom, extras=extras)
         self._move(Level.GATHERING)
-        self.work, self._loud = work, False
+        self.gathering, self._loud = gathering, False
         if in_backward:
             self.kept = Level.SHARDS  # pieces were kept for this backward, which frees them
         if not self.kept:
@@ -346,19 +346,19 @@ class Residency:
 
     def ready(self) -> None:
         """Wait for the gather in flight, if there is one, and show the full parameters."""
-        if self.work is not None:
-            self._ready(self.work)
+        if self.gathering is not None:
+            self._ready(self.gathering)
 
     @_trace.profiled("all_gather_copy_out")
-    def _ready(self, work: Gathering) -> None:
-        rows = finish_gather(work, self.comm.lanes.compute)
+    def _ready(self, gathering: Gathering) -> None:
+        rows = finish_gather(gathering, self.comm.lanes.compute)
         if self.store.extensions is not None:
-            self.store.extensions.decode(rows, work.lane, self.comm.lanes.compute)
+            self.store.extensions.decode(rows, gathering.lane, self.comm.lanes.compute)
         if self.kept is not Level.PIECES:
             self._free_pieces()  # the gather has read them, and is over
         self.store.note_full()
         self._move(Level.FULL)
-        self.work = None
+        self.gathering = None
         self.show("full")
 
     # ---- keep ----
@@ -461,7 +461,7 @@ class Residency:
 
     @_trace.profiled("reshard")
     def _free(self) -> None:
-        if _trace.recording and self.work is None:  # no event for what was never ready
+        if _trace.recording and self.gathering is None:  # no event for what was never ready
             _trace.emit("reshard", self, self.store.full_bytes)
         self._drop_gather()
         # Even if shards are shown already: this carries a change of requires_grad to the other tensors, on ranks that
@@ -481,9 +481,9 @@ class Residency:
         On a CPU its memory must not go while it is written. On streams compute waits too, since it may write to the
         shards or pieces that the gather reads.
         """
-        if self.work is not None:
-            finish_gather(self.work, self.comm.lanes.compute)
-            self.work = None
+        if self.gathering is not None:
+            finish_gather(self.gathering, self.comm.lanes.compute)
+            self.gathering = None
 
     def _free_pieces(self) -> None:
         if self._pieces is not None:

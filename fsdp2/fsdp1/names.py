@@ -66,7 +66,7 @@ _GROUP: Properties = {
     "_module_fqn": lambda group: group.name,
     "_training_state": _training_state,
     "_sharded_state": lambda group: ShardedState[_SHARDED_STATES.get(group.residency.level, "SHARDED")],
-    "_all_gather_result": lambda group: group.residency.work,
+    "_all_gather_result": lambda group: group.residency.gathering,
     "_reshard_after_forward": lambda group: group.after_forward is not False,
     "_orig_dtype": lambda group: next((param.dtype for param in _trainable_first(group)), None),
     "_reduce_dtype": lambda group: next((param.reduce_dtype for param in _trainable_first(group)), None),

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.autograd import functorch_active
-from fsdp2._torch.tensors import address_of, set_versions, versions_of
+from fsdp2._torch.tensors import address_of, local_tensors, set_versions, storages_of, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.pieces import part_of
 from fsdp2.comm.streams import Lanes
@@ -17,7 +17,7 @@ from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_sharded_twice
 from fsdp2.engine.formats import ENCODED, digest
 from fsdp2.engine.options import GroupOptions
-from fsdp2.engine.param import FSDPParam, copy_of, lie_in, show, storages_of_shards, writes_to_shards
+from fsdp2.engine.param import FSDPParam, copy_of, have_locals, show
 from fsdp2.engine.portions import Portions, portion_items
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
@@ -116,9 +116,11 @@ class ShardStore:
         """The parameters that have an all-gather extension."""
         return set() if self.extensions is None else self.extensions.params
 
-    def version(self) -> object:
-        """Return a value that changes when the shards were written in place."""
-        return writes_to_shards(self.params)
+    @property
+    def writes(self) -> int:
+        """A number that grows when a shard is written in place, also through its local tensor."""
+        shards = [param.sharded for param in self.params]
+        return sum(versions_of([*shards, *local_tensors(shards)]))
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options``; if they change how shards are sent, move the shards to a new buffer."""
@@ -199,11 +201,11 @@ class ShardStore:
         Raises:
             RuntimeError: somebody assigned ``.data``, which has no effect on a shard; not ``in_backward``.
         """
-        # Only storages show an assignment to .data, which the gather of the next forward refuses. Backward does not
-        # ask.
-        same = lie_in(self._placed, self._placed.values(), None if in_backward else self._storages)
-        if not same and not in_backward and lie_in(self._placed, self._placed.values()):
-            self._refuse_assigned_data()
+        shards = [param.sharded for param in self._placed]
+        same = have_locals(shards, self._placed.values())
+        # Only storages show an assignment to .data.
+        if same and not in_backward and (storages := storages_of(shards)) != self._storages:
+            self._refuse_assigned_data(storages)
         for param in self.params:
             sharded = param.sharded
             for site in param.sites:
@@ -228,9 +230,8 @@ class ShardStore:
                         "before fully_shard"
                     )
 
-    def _refuse_assigned_data(self) -> None:
-        before, storages = self._storages, storages_of_shards(self._placed)
-        self._storages = storages
+    def _refuse_assigned_data(self, storages: list[int]) -> None:
+        before, self._storages = self._storages, storages  # to raise once for each assignment
         names = [param.name for param, old, new in zip(self._placed, before, storages) if old != new]
         raise RuntimeError(
             f"{', '.join(names[:8])}: a tensor was assigned to .data of the sharded parameter, which DTensors ignore: "
@@ -297,7 +298,7 @@ class ShardStore:
                 if address_of(view) != address_of(piece) or not view.numel():
                     view.copy_(piece)
                 self._set(param, view)
-        self._storages = storages_of_shards(self._placed)
+        self._storages = storages_of([param.sharded for param in self._placed])
 
     def _make_buffer(self, plain: list[FSDPParam], items: list[PlannedParam], device: torch.device) -> None:
         nested = self.mesh.sharded_twice is not None

@@ -49,7 +49,7 @@ class FSDPParamGroup:
         *,
         in_root: bool = False,
         shared: bool = False,
-        initial: tuple[list[float], object] = ([], None),
+        initial: tuple[list[float], int | None] = ([], None),
     ) -> None:
         """Make a group of the parameters in ``store``, whose shards ``modules`` or modules below them show.
 
@@ -57,8 +57,8 @@ class FSDPParamGroup:
             notice_backward: Is called when autograd finishes a gradient although no backward entered the group.
             in_root: The group is the root's, which by default stays after forward, as with torch.
             shared: Several units use it, because they tie its parameter.
-            initial: First values, and the version that the shards had then. Ranks compare these before the first
-                forward; only ``fully_shard`` has whole values to take them from.
+            initial: First values, and ``store.writes`` then. Ranks compare these before the first forward, if the
+                shards have not been written; only ``fully_shard`` has whole values to take them from.
         """
         self.store = store
         self.params = params = store.params

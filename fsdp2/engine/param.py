@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Container, Iterable
 from dataclasses import replace
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ from fsdp2._torch.tensors import (
     python_attributes,
     set_local_tensor,
     storages_of,
-    versions_of,
 )
 from fsdp2.engine.casts import compute_dtype, reduce_dtype, statistics_dtype
 from fsdp2.engine.formats import Formats, choose_formats
@@ -48,26 +47,22 @@ __all__ = [
     "accumulate_gradients",
     "copy_of",
     "have_gradients",
+    "have_locals",
     "is_managed_tensor",
     "is_summoned",
     "is_temporary",
     "lend_gradient",
-    "lie_in",
     "parameter_like",
     "parameter_of",
     "proxy",
     "show",
     "shows",
-    "storages_of_shards",
     "take_gradients",
-    "writes_to_shards",
 ]
 
 
 Shown = Literal["shards", "full", "pieces"]
 """The tensors of its parameters that a group's modules show: shards, full ones, or the pieces kept after forward."""
-
-_sharded = attrgetter("sharded")
 
 
 class Site(NamedTuple):
@@ -145,25 +140,9 @@ def parameter_of(shard: DTensor, *, requires_grad: bool) -> nn.Parameter:
     return as_parameter(shard, requires_grad=requires_grad)
 
 
-def lie_in(params: Iterable[FSDPParam], pieces: Iterable[torch.Tensor], storages: list[int] | None = None) -> bool:
-    """Return whether the shards' local tensors still are these ``pieces``, and their DTensors have these ``storages``.
-
-    It iterates in C, since there may be thousands.
-    """
-    shards = [param.sharded for param in params]
-    same = all(map(is_, map(local_tensor, shards), pieces))
-    return same and (storages is None or storages == storages_of(shards))
-
-
-def storages_of_shards(params: Iterable[FSDPParam]) -> list[int]:
-    """Return a number for each shard's storage: nothing else shows that somebody has assigned its ``.data``."""
-    return storages_of([param.sharded for param in params])
-
-
-def writes_to_shards(params: Iterable[FSDPParam]) -> int:
-    """Return a number that changes when a shard is written in place, also through its local tensor."""
-    shards = [*map(_sharded, params)]  # a forward asks this of each unit that it gathers ahead
-    return sum(versions_of([*shards, *map(local_tensor, shards)]))
+def have_locals(shards: Iterable[Any], locals_: Iterable[torch.Tensor]) -> bool:
+    """Return whether the local tensors of ``shards`` still are these, in one pass in C: there may be thousands."""
+    return all(map(is_, map(local_tensor, shards), locals_))
 
 
 def shows(params: Iterable[FSDPParam], which: Shown) -> bool:

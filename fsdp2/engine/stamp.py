@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2._torch.tensors import local_tensors, versions_of
-from fsdp2.engine.param import FSDPParam, lie_in
+from fsdp2.engine.param import FSDPParam, have_locals
 
 __all__ = ["Stamp", "note_optimizer_step"]
 
@@ -34,12 +34,12 @@ class Stamp:
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         self._params = params
-        self._pieces = local_tensors([param.sharded for param in params])
+        self._locals = local_tensors([param.sharded for param in params])
         self._versions = self._current_versions()
         self._seen_step = _count  # the number of the last step that is known not to concern these shards
 
     def _current_versions(self) -> list[int]:
-        return versions_of([*[param.sharded for param in self._params], *self._pieces])
+        return versions_of([*[param.sharded for param in self._params], *self._locals])
 
     def _was_stepped(self) -> bool:
         """Return whether an optimizer that holds one of the shards has stepped since."""
@@ -60,7 +60,7 @@ class Stamp:
         """True if the shards were written or replaced."""
         if self._was_stepped() or self._versions != self._current_versions():
             return True
-        return not lie_in(self._params, self._pieces)
+        return not have_locals([param.sharded for param in self._params], self._locals)
 
 
 def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:

@@ -228,7 +228,7 @@ def _make_group(placed: list[Placed], options: GroupOptions, unit: FSDPState) ->
     elif not isinstance(size, (bool, type(None))):
         regroup(mesh.mesh, size)  # makes process groups here, because every rank calls fully_shard
     store = ShardStore(params, mesh, pieces, options)
-    initial = ([], None) if mesh.mesh.size() == 1 else (_first_values(placed[0].found.param), store.version())
+    initial = ([], None) if mesh.mesh.size() == 1 else (_first_values(placed[0].found.param), store.writes)
     group = FSDPParamGroup(store, unit.modules, unit.root.comm, unit.notice_backward, initial=initial)
     originals = [p.found.param for p in placed]
     follow_parameters(originals, params)

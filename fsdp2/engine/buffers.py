@@ -51,9 +51,8 @@ class ShardStore:
         self.options = options
         self.extensions: GroupExtensions | None = None
         self._plain: list[FSDPParam] = []  # those in the flat buffer
-        # While the full parameters have no memory, ``_versions`` keeps their version counters, which are ``_gone``
-        # then.
-        self._versions: list[int] | None = None
+        # While the full parameters have no memory, their version counters are ``_gone``; these are their own ones.
+        self._own_versions: list[int] | None = None
         self._gone: list[int] = []
         self._full_params: list[torch.Tensor] = []
         self._flat: torch.Tensor | None = None
@@ -347,7 +346,7 @@ class ShardStore:
                 self._fulls.append(flat.as_strided(layout.shape, layout.stride))
                 param.set_full(flat)
             self._full.free()
-        self._versions, self._gone = None, [next(_gone) for _ in self._plain]
+        self._own_versions, self._gone = None, [next(_gone) for _ in self._plain]
         self._full_params = [param.full for param in self._plain if param.full is not None]
         return self.gather_buffers
 
@@ -362,17 +361,17 @@ class ShardStore:
             return
         if self._full is not None:
             self._full.free()
-            if self._versions is None:
-                self._versions = [full._version for full in self._full_params]
+            if self._own_versions is None:
+                self._own_versions = [full._version for full in self._full_params]
                 set_versions(self._full_params, self._gone)
         if self.extensions is not None:
             self.extensions.free()
 
     def note_full(self) -> None:
         """Note that the full parameters have memory, which contains them."""
-        if self._versions is not None:
-            set_versions(self._full_params, self._versions)
-            self._versions = None
+        if self._own_versions is not None:
+            set_versions(self._full_params, self._own_versions)
+            self._own_versions = None
 
     def lies_in_full(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a full parameter, or a view of one."""
@@ -385,7 +384,7 @@ class ShardStore:
 
     def full_versions(self) -> list[int]:
         """Return the version counter of each full parameter: its changes in place, gathers excepted."""
-        return versions_of(self._full_params) if self._versions is None else self._versions
+        return versions_of(self._full_params) if self._own_versions is None else self._own_versions
 
     def changed_since(self, versions: list[int]) -> list[str]:
         """Return the names of full parameters that were changed in place since they had these ``versions``."""

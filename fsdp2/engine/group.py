@@ -76,10 +76,14 @@ class FSDPParamGroup:
         self.residency = Residency(self, store, comm)
         self.gradients = GroupGradients(self, self.phases, self.mesh.shard, comm, notice_backward)
         self._norms = [param for param in params if param.has_statistics]
-        self._generation = 0  # of the full parameters that the last forward with gradients computed with
         self._used_by: UsingPass | None = None  # the last forward that computed with it
-        self._computed_with: list[nn.Parameter | None] = []  # the shards that it used
-        self._versions: list[int] = []  # of the full parameters when the forward that runs began, if it has gradients
+        # Of the last forward with gradients that computed with it: the generation of the full parameters, and the
+        # shards. Backward needs the same ones.
+        self._generation = 0
+        self._computed_with: list[nn.Parameter | None] = []
+        # The versions of the full parameters before the forward that runs, which must not write to them; empty if that
+        # has no gradients.
+        self._versions_before: list[int] = []
         for param in params:
             param.group = self
 
@@ -273,9 +277,9 @@ class FSDPParamGroup:
         if not run.in_backward and (self._used_by is None or not self._used_by.is_running):
             self._used_by = run
         self._unshard_for_compute(run.launch, in_backward=False)
-        self._versions = []
+        self._versions_before = []
         if torch.is_grad_enabled():
-            self._versions = self.store.full_versions()
+            self._versions_before = self.store.full_versions()
             self._generation = self.store.generation
             self._computed_with = [param.sharded for param in self.params]
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
@@ -289,9 +293,9 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: a forward with gradients has changed full parameters in place.
         """
-        if self._versions and self._generation == self.store.generation:
-            if self.store.full_versions() != self._versions:
-                self._refuse_writes(self.store.changed_since(self._versions))
+        if self._versions_before and self._generation == self.store.generation:
+            if self.store.full_versions() != self._versions_before:
+                self._refuse_writes(self.store.changed_since(self._versions_before))
         self.phases.enter("post_forward")
         if _trace.recording:
             _trace.emit("post_forward", self)

@@ -104,7 +104,7 @@ class Residency:
         self._stamp: Stamp | None = None  # of the shards that it was made of, if it may be used later
         self._loud = False  # it was gathered ahead by a use that was not quiet: a quiet one may come behind an update
         # The versions of the full parameters when they were left to later uses, and whether the caller asked for that.
-        self._left: list[int] | None = None
+        self._versions_left: list[int] | None = None
         self._by_hand = False
         # The modules hold other shards than ours, perhaps for a single forward (``functional_call``), which must free
         # what is gathered from them.
@@ -385,8 +385,8 @@ class Residency:
             return
         if self._stamp is None:
             self._stamp = Stamp(self.store.params)
-        if self._left is None and self.level is not Level.PIECES:
-            self._left = self.store.full_versions()
+        if self._versions_left is None and self.level is not Level.PIECES:
+            self._versions_left = self.store.full_versions()
 
     def unkeep(self) -> None:
         """Let the next forward free what is kept."""
@@ -398,18 +398,19 @@ class Residency:
         Raises:
             RuntimeError: full parameters were written since. (The caller may write to those that it asked for.)
         """
-        if self._left is None or self._by_hand:
+        if self._versions_left is None or self._by_hand:
             return
-        left, self._left = self._left, None
-        if self.store.full_versions() != left:
+        versions, self._versions_left = self._versions_left, None
+        if self.store.full_versions() != versions:
             raise RuntimeError(
-                f"{', '.join(self.store.changed_since(left))}: written in place after a forward that left full "
+                f"{', '.join(self.store.changed_since(versions))}: written in place after a forward that left full "
                 "parameters in memory. This would be lost: they are copies, which are freed. If the program means to: "
                 "call reshard() on the module, and write to its shards with `with torch.no_grad(): param.copy_(value)`"
             )
 
     def _warn_of_writes(self) -> None:
-        if self._by_hand and self._left is not None and (written := self.store.changed_since(self._left)):
+        versions = self._versions_left
+        if self._by_hand and versions is not None and (written := self.store.changed_since(versions)):
             warnings.warn(
                 f"{', '.join(written)}: values were written to the full parameters that unshard() or use_weights "
                 "gathered. They are lost, because these are copies of the shards, and are freed now. Write inside "
@@ -544,8 +545,8 @@ class Residency:
                 self._pieces.write(values)
             if current and values:
                 self._stamp = Stamp(self.store.params)
-            if self._left is not None:
-                self._left = self.store.full_versions()
+            if self._versions_left is not None:
+                self._versions_left = self.store.full_versions()
         finally:
             for param in params:
                 self.summoned.pop(param, None)

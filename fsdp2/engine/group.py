@@ -117,7 +117,7 @@ class FSDPParamGroup:
         self.residency.follow_options()
 
     def lazy_init(self, *, in_root: bool) -> None:
-        """Take in what happened to the parameters since ``fully_shard``; the first forward calls this.
+        """Take in what happened to the parameters; the first forward calls this, and each gather by hand.
 
         Raises:
             RuntimeError: parameters are still on the meta device or, when offloading, not on the CPU.

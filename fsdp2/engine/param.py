@@ -276,12 +276,13 @@ class FSDPParam:
         name: str,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        self.name = name
+        self.name = name  # in its unit; in the root from the first forward on
         self.group: Any = None  # its FSDPParamGroup, which sets it; typed Any because group.py imports this file
         self.spec = spec
         self.policy = policy
         self.set_sites(sites)
-        self.name_in_unit, self.formats = name, Formats()
+        self.name_in_unit = name  # by which formats are chosen
+        self.formats = Formats()
         self.attributes = python_attributes(original)
         self.hooks = gradient_hook_tables(original)
         self.sharded: nn.Parameter | None = None

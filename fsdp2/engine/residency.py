@@ -207,7 +207,9 @@ class Residency:
         if self.level is Level.GATHERING or self.summoned:
             return
         if self.is_full and self.shown != "full" and in_backward and self.store.replaced(in_backward=True):
-            self.reconcile(lasting=False)  # a forward has asked is_outdated()
+            # It stayed for this backward alone, and the modules show other shards than it was made of. Gather these, so
+            # that ``FSDPParamGroup.pre_backward`` finds and refuses them. (A forward has asked ``is_outdated``.)
+            self.reconcile(lasting=False)
         if not self.is_full:
             self._start_gather(launch, optional, in_backward)
         elif self.shown != "full":

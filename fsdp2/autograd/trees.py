@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fsdp2._torch.tensors import pytree
 
-__all__ = ["PLAIN", "Tree", "keys_in", "map_leaves", "take_apart"]
+__all__ = ["PLAIN", "Tree"]
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _LEAVES = (*PLAIN, type, ModuleType, nn.Module, BuiltinFunctionType)
@@ -454,29 +454,3 @@ def _slots(value: Any) -> Parts:
             if name not in ("__dict__", "__weakref__") and hasattr(value, stored):
                 found[stored] = getattr(value, stored)
     return found
-
-
-# ---- saved data ----
-
-
-def take_apart(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
-    """Return the leaves of ``tree``, and a function that builds the same tree from other leaves.
-
-    It is for saved data, not for arguments of forward: only torch's pytree containers are taken apart.
-    """
-    leaves, structure = pytree.tree_flatten(tree, is_leaf=is_leaf)
-    return leaves, lambda others: pytree.tree_unflatten(list(others), structure)
-
-
-def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Return ``tree`` with every leaf of ``take_apart`` replaced by ``function(leaf)``."""
-    leaves, rebuild = take_apart(tree, is_leaf)
-    return rebuild(map(function, leaves))
-
-
-def keys_in(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[list[str]]:
-    """Return the dictionary keys that lead to each leaf of ``take_apart``, outermost first; "" for other containers."""
-    found, _ = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return [[str(getattr(step, "key", "")) for step in path] for path, _ in found]

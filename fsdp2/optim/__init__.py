@@ -15,5 +15,6 @@ averaging    parameters beside sharded ones whose gradients nobody averages, and
 unseen       gradients that are not on shards yet: zeroing drops them, functions that read gradients refuse them
 copies       copies of gradients, which are scaled with them
 alike        local tensors of gradients and states, which must be sharded like their parameter
+leaves       the leaves of optimizer states
 runs         operators that read every element of a list of tensors
 """

@@ -17,10 +17,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.tensors import inner_tensors, with_inner_tensors
-from fsdp2.autograd.trees import PLAIN, take_apart
+from fsdp2.autograd.trees import PLAIN
 from fsdp2.comm.pieces import part_of
 from fsdp2.comm.staging import Staging, has_host, host_memory
 from fsdp2.optim.alike import is_counter, shown_state
+from fsdp2.optim.leaves import take_apart
 from fsdp2.sharding.packing import align
 from fsdp2.sharding.spec import dense_strides, dtensor_like, on_this_rank
 

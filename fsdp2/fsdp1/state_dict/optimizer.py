@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2.autograd.trees import keys_in, map_leaves, take_apart
 from fsdp2.fsdp1.state_dict.convert import Item, convert
 from fsdp2.fsdp1.state_dict.settings import get_state_dict_type
 from fsdp2.optim.alike import is_counter
+from fsdp2.optim.leaves import keys_in, map_leaves, take_apart
 from fsdp2.optim.prebuilt import repair
 from fsdp2.sharding.spec import placed_alike
 from fsdp2.weights.buckets import Entry, Part

@@ -13,9 +13,9 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from fsdp2.autograd.hooks import after_steps, hook_next_step
-from fsdp2.autograd.trees import map_leaves
 from fsdp2.engine.param import lend_gradient, parameter_like
 from fsdp2.optim.alike import is_counter, local_gradient, local_state, shown_state
+from fsdp2.optim.leaves import map_leaves
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["proxy_of", "step_on_proxies"]

@@ -11,8 +11,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp2.autograd.trees import map_leaves, take_apart
 from fsdp2.comm.collectives import exchange_objects
+from fsdp2.optim.leaves import map_leaves, take_apart
 from fsdp2.optim.whole.exchange import Layout
 from fsdp2.optim.whole.owners import Route
 from fsdp2.optim.whole.ownership import Owned, Ownership, RankSet

@@ -13,9 +13,9 @@ import torch
 from torch import nn, optim
 
 from fsdp2._torch.autograd import view_base
-from fsdp2.autograd.trees import map_leaves, take_apart
 from fsdp2.engine.index import param_of
 from fsdp2.engine.param import parameter_like
+from fsdp2.optim.leaves import map_leaves, take_apart
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["Stacks"]

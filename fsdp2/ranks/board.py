@@ -69,6 +69,19 @@ class Board:
     """The meetings and the board of the ranks of one root, in the keys below ``keys``.
 
     Several threads may use it at once: a thread that waits for a collective looks at the boards of all roots.
+
+    | key                    | value                                                                                |
+    |------------------------|--------------------------------------------------------------------------------------|
+    | meet/EPOCH             | how many ranks have come to a meeting, and above that the sum of their digests       |
+    | go/EPOCH               | how many have left it, and above that whether they differ; ranks wait for this key   |
+    | chosen/EPOCH           | what the last rank has chosen for all                                                |
+    | want/EPOCH/DIGEST      | how many ranks want the same                                                         |
+    | wanted/EPOCH/NUMBER    | one of these wishes, and the rank that came with it first                            |
+    | wanted_count/EPOCH     | the number of different wishes                                                       |
+    | board                  | what one rank did, where ranks differ ("parted"), or an error for all ("failure")    |
+    | did/RANK               | what this rank did where ranks differ                                                |
+    | read                   | how many ranks have read the error                                                   |
+    | ended                  | what the first rank that ended without an error did last                             |
     """
 
     def __init__(

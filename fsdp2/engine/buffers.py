@@ -58,13 +58,13 @@ class ShardStore:
         self._flat: torch.Tensor | None = None
         self._plan: FlatPlan | None = None
         self._items: list[PlannedParam] = []  # the shards of ``_plain``
-        self._gathered: list[PlannedParam] = []  # gathered over the shard axis: ``_items``, or portions
+        self._gathered_items: list[PlannedParam] = []  # gathered over the shard axis: ``_items``, or portions
         self.full_bytes = 0  # of the full parameters in the dtype of computation; kept, since each backward reads it
         self._placed: dict[FSDPParam, torch.Tensor] = {}  # the local tensor that each shard was given
         self._storages: list[int] = []  # of the DTensors around these
         self.borrows = False  # modules may show a shard for one call only, which may be over
-        self._full: Buffer | None = None
-        self._fulls: list[torch.Tensor] = []  # the plain full tensors of ``_plain`` in it
+        self._full_buffer: Buffer | None = None
+        self._plain_fulls: list[torch.Tensor] = []  # the plain full tensors of ``_plain`` in it
         self.gather_buffers: GatherBuffers | None = None  # made for the first gather
         self.portions: Portions | None = None  # with shard_over_replicas; made with gather_buffers
         self._subgroup: SubgroupShards | None = None
@@ -90,7 +90,7 @@ class ShardStore:
     @property
     def reduce_bytes(self) -> int:
         """Bytes of the full gradients in the dtype of their sum."""
-        pairs = zip(self._plain, self._gathered)
+        pairs = zip(self._plain, self._gathered_items)
         dtypes = [(item.layout.numel, param.reduce_dtype or item.wire_dtype) for param, item in pairs]
         return sum(numel * dtype.itemsize for numel, dtype in dtypes)
 
@@ -302,14 +302,14 @@ class ShardStore:
     def _make_buffer(self, plain: list[FSDPParam], items: list[PlannedParam], device: torch.device) -> None:
         nested = self.mesh.sharded_twice is not None
         self._plain, self._items = plain, items
-        self._gathered = portion_items(plain, items, self.mesh) if nested else items
-        self.full_bytes = sum(item.full_bytes for item in self._gathered)
+        self._gathered_items = portion_items(plain, items, self.mesh) if nested else items
+        self.full_bytes = sum(item.full_bytes for item in self._gathered_items)
         axis = self.mesh.replicate if nested else self.mesh.shard
         self._plan = plan_flat(items, self._sizes(self.options), coalesced=axis.coalesces)
         flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
         self._flat = flat.pin_memory() if self.pins and device.type == "cpu" else flat
-        self.generation += self._full is not None  # autograd may have saved views of the full parameters
-        self._full = self.gather_buffers = self._subgroup = self.portions = None
+        self.generation += self._full_buffer is not None  # autograd may have saved views of the full parameters
+        self._full_buffer = self.gather_buffers = self._subgroup = self.portions = None
 
     def _view(self, i: int) -> torch.Tensor:
         """Return the shard of plain parameter ``i``, with a storage of its own inside the flat buffer's memory."""
@@ -330,22 +330,22 @@ class ShardStore:
         """
         assert self._plan is not None and self._flat is not None
         self._check_on_host()  # the shards may have been moved since the first forward
-        plan, source, items = self._plan, self._flat, self._gathered
+        plan, source, items = self._plan, self._flat, self._gathered_items
         with torch.inference_mode(False), torch.no_grad():
             if self.mesh.sharded_twice is not None:
                 sizes = self._sizes(self.options)
                 self.portions = Portions(source, self._items, plan, items, sizes, self.mesh, lanes.replicate)
                 plan, source = self.portions.plan, self.portions.bytes
         with torch.inference_mode(False), torch.no_grad(), lanes.gather.after():
-            self._full = Buffer(plan.full_bytes, self.mesh.device)
-            self.gather_buffers = GatherBuffers(items, plan, source, self._full)
-            self._fulls = []
+            self._full_buffer = Buffer(plan.full_bytes, self.mesh.device)
+            self.gather_buffers = GatherBuffers(items, plan, source, self._full_buffer)
+            self._plain_fulls = []
             for i, (param, item) in enumerate(zip(self._plain, items)):
                 layout, start = item.layout, plan.full_offset[i]
-                flat = self._full.view(start, layout.full_storage_numel, item.wire_dtype)
-                self._fulls.append(flat.as_strided(layout.shape, layout.stride))
+                flat = self._full_buffer.view(start, layout.full_storage_numel, item.wire_dtype)
+                self._plain_fulls.append(flat.as_strided(layout.shape, layout.stride))
                 param.set_full(flat)
-            self._full.free()
+            self._full_buffer.free()
         self._own_versions, self._gone = None, [next(_gone) for _ in self._plain]
         self._full_params = [param.full for param in self._plain if param.full is not None]
         return self.gather_buffers
@@ -359,8 +359,8 @@ class ShardStore:
         """
         if self.options.keep_full_storage:
             return
-        if self._full is not None:
-            self._full.free()
+        if self._full_buffer is not None:
+            self._full_buffer.free()
             if self._own_versions is None:
                 self._own_versions = [full._version for full in self._full_params]
                 set_versions(self._full_params, self._gone)
@@ -375,7 +375,7 @@ class ShardStore:
 
     def lies_in_full(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a full parameter, or a view of one."""
-        return self._full is not None and self._full.has(on_this_rank(tensor))
+        return self._full_buffer is not None and self._full_buffer.has(on_this_rank(tensor))
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in memory that is freed: of full parameters, or of a subgroup's pieces."""
@@ -401,7 +401,9 @@ class ShardStore:
             assert self.gather_buffers is not None
             with torch.inference_mode(False), torch.no_grad():
                 sizes = self._sizes(self.options)
-                self._subgroup = SubgroupShards(self._plain, self.gather_buffers, self._fulls, self.mesh, size, sizes)
+                self._subgroup = SubgroupShards(
+                    self._plain, self.gather_buffers, self._plain_fulls, self.mesh, size, sizes
+                )
         return self._subgroup
 
 

@@ -290,7 +290,7 @@ class FSDPParam:
         # it back, keeps it alive.
         self._before: weakref.ref[nn.Parameter] | None = None
         self.full: nn.Parameter | None = None
-        self._place: torch.Tensor | None = None  # where gathers write the full parameter: a view of the full buffer
+        self._full_place: torch.Tensor | None = None  # where gathers write it: a view of the full buffer
         self.piece: nn.Parameter | None = None
         self.requires_grad = original.requires_grad
         # What Tensor.grad_dtype was set to: () if it was not, (None,) for any dtype, else (the dtype,).
@@ -388,7 +388,7 @@ class FSDPParam:
 
     def reclaim_full(self) -> None:
         """Point the full parameter at the memory that gathers write to, if somebody assigned its ``.data``."""
-        full, place = self.full, self._place
+        full, place = self.full, self._full_place
         if full is None or place is None or self.spec.full is not None or storages_of([full]) == storages_of([place]):
             return
         full.data = place
@@ -498,7 +498,7 @@ class FSDPParam:
         unreduced = None if self.full is None else self.full.grad
         layout = self.spec.layout
         full = tensor.as_strided(layout.shape, layout.stride, tensor.storage_offset())  # NF4 knows no default offset
-        self._place, full = full, self.spec.wrap_full(full)
+        self._full_place, full = full, self.spec.wrap_full(full)
         self.full = nn.Parameter(full, requires_grad=self.requires_grad)
         self.full.__dict__.update(self.attributes, _fsdp2_managed=True, _fsdp2_temporary=True)
         if unreduced is not None:  # gradients of backwards that did not reduce move to the new tensor, in any dtype

@@ -54,7 +54,7 @@ class Portions:
             self._memory = Buffer(self.plan.shard_bytes, mesh.device)
             self._memory.bytes.zero_()  # gaps between portions are encoded with them, so they must contain numbers
             offsets = replace(plan, full_offset=self.plan.shard_offset, full_bytes=self.plan.shard_bytes)
-            self.gather = GatherBuffers(items, offsets, shards, self._memory)
+            self.gather_buffers = GatherBuffers(items, offsets, shards, self._memory)
         self.arriving: Gathering | None = None
         self.filled = False  # a gather has written the portions, or is writing them, which is enough for a backward
         self.stamp: Stamp | None = None  # of the shards that they were gathered from; if None, a forward gathers again
@@ -76,7 +76,7 @@ class Portions:
         self.forget()
         self.filled = False  # in case starting the gather raises
         lanes.replicate.wait(lanes.gather)  # which waits for shards, and may still read what these portions overwrite
-        self.arriving = start_gather(self.gather, replicate, copies, lane=lanes.replicate)
+        self.arriving = start_gather(self.gather_buffers, replicate, copies, lane=lanes.replicate)
         self.filled, self.stamp = True, stamp
 
     def let_read(self, reader: Lane | ComputeLane) -> None:

@@ -228,7 +228,7 @@ class Residency:
         store, pieces = self.store, self._pieces
         if pieces is not None:
             # Over neighbours alone: other ranks have pieces of the same values.
-            source = _Source(pieces.gather, pieces.axis, None)
+            source = _Source(pieces.gather_buffers, pieces.axis, None)
         else:
             self._take_in_replaced(in_backward=in_backward)
             buffers = store.gather_buffers or store.make_gather_buffers(self.comm.lanes)

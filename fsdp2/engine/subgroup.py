@@ -44,7 +44,7 @@ class SubgroupShards:
         plan = plan_flat(items, sizes, coalesced=self.axis.coalesces)
         plan = replace(plan, full_offset=places.full_offset, full_bytes=places.full_bytes)
         self._flat = Buffer(plan.shard_bytes, full.bytes.device)
-        self.gather = GatherBuffers(items, plan, self._flat.bytes, full)
+        self.gather_buffers = GatherBuffers(items, plan, self._flat.bytes, full)
         self._specs, self._pieces, self._sources = specs, [], []
         for i, (param, spec, item) in enumerate(zip(params, specs, items)):
             flat = self._flat.view(plan.shard_offset[i], spec.shard_numel, item.dtype)

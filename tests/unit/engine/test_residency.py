@@ -162,7 +162,10 @@ def test_data_assigned_to_a_full_parameter_does_not_outlive_it(mesh: DeviceMesh)
     module.reshard()
     module.unshard()
     full = group_of(module).params[0].full
-    assert full is module.weight and full.untyped_storage().data_ptr() == residency(module).store._full.bytes.data_ptr()
+    assert (
+        full is module.weight
+        and full.untyped_storage().data_ptr() == residency(module).store._full_buffer.bytes.data_ptr()
+    )
 
 
 def test_an_interrupt_while_a_summoning_ends_can_be_recovered_from(

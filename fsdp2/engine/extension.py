@@ -38,7 +38,7 @@ def has_extension(local: torch.Tensor) -> bool:
     Raises:
         AssertionError: it defines only one of the two functions, or none and the third (torch's contract).
     """
-    pre, post = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
+    pre, post = hasattr(local, _PRE), hasattr(local, _POST)
     if pre != post:
         raise AssertionError(
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions: "

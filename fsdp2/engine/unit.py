@@ -58,7 +58,8 @@ __all__ = [
     "units_so_far",
 ]
 
-_live: Registry[FSDPState] = Registry()
+_live: Registry[FSDPState] = Registry()  # every unit
+_ran: Registry[FSDPState] = Registry()  # those that have run under a root
 _explain: Callable[[BaseException | None, Iterable[FSDPParamGroup]], None] | None = None
 
 
@@ -69,9 +70,6 @@ def explain_with(explain: Callable[[BaseException | None, Iterable[FSDPParamGrou
     """
     global _explain
     _explain = explain
-
-
-_ran: Registry[FSDPState] = Registry()
 
 
 def live_units() -> list[FSDPState]:
@@ -273,8 +271,12 @@ class FSDPState(ComposableState):
             self.init_root()
         root = self.root
         if not in_backward:
-            if root.forward is None and (around := next((r for r in running_roots() if self in r.all_states), None)):
-                self._root, root = weakref.ref(around), around  # another root had taken this unit over
+            if root.forward is None:
+                # Several roots may have this unit: it runs under the one whose forward is under way.
+                for other in running_roots():
+                    if self in other.all_states:
+                        self._root, root = weakref.ref(other), other
+                        break
             self._look_for_changes(root)
             if self._root is None:  # it was removed from below that root, and is run by itself
                 self.init_root()

@@ -115,10 +115,10 @@ class Residency:
         portions = self.store.portions
         if portions is not None and portions.arriving is not None:
             portions.arriving.let_outlast()
-        if self.work is not None:
-            self.work.let_outlast()
+        if self.gathering is not None:
+            self.gathering.let_outlast()
             if portions is not None:  # its lane has waited for the gather of the portions, and compute has not
-                self.work.lane.keep(portions.gather.source)
+                self.gathering.lane.keep(portions.gather_buffers.source)
 
     def __repr__(self) -> str:
         kept = f", {self.kept.name.lower()} kept" if self.kept else ""

@@ -41,6 +41,7 @@ from fsdp2.policies import (
     offload_by_name,
     policy_by_name,
 )
+from fsdp2.ranks.process import watch_waits
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.weights.load_state_dict import after_load_tree, before_load_tree, hook_group
 
@@ -222,6 +223,7 @@ def _shard(modules: tuple[nn.Module, ...], options: CallOptions) -> None:
     unit = FSDPState(modules, options.mesh.device, options.options.mp_policy, options)
     classes = [_fsdp_class(type(module)) for module in modules]
     options.manage(unit, managed)
+    watch_waits(options.mesh)
     _attach(unit)
     for module, cls in zip(modules, classes):
         # Names and attributes do not change. The class may override __setattr__.

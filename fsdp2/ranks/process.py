@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import queue
@@ -11,6 +12,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from hashlib import sha256
 from multiprocessing.util import Finalize
 from threading import Lock, Thread
 from typing import Any
@@ -31,7 +33,7 @@ from fsdp2.ranks.start import compare
 from fsdp2.ranks.store import Connections, Keys, StoreEnded
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
-__all__ = ["monitor_ranks", "set_rank_checks"]
+__all__ = ["monitor_ranks", "set_rank_checks", "watch_waits"]
 
 logger = logging.getLogger("fsdp2")
 
@@ -60,6 +62,9 @@ def set_rank_checks(enabled: bool) -> None:
     """
     global _enabled
     _enabled = enabled
+    for process in [] if enabled else [*_processes.values()]:
+        if process is not None:
+            process.end_watch()
 
 
 class _Process:
@@ -112,13 +117,30 @@ class _Process:
             self._incarnations[names] = f"fsdp2/{int(number):x}"
         self._roots[names] += 1
         keys = Keys(self._connections, self._incarnations[names], str(self._roots[names]))
-        if self._standstill is None:
-            own = Keys(self._connections, self._incarnations[names], "standstill")
-            self._standstill = Standstill(own, self.rank, ranks, self._doing)
-            self._standstill.start()
+        self.watch_waits(ranks)
         # Not the timeout of the store, which the user may have made shorter for another purpose.
         timeout = max(group_timeout(group, mesh.device) for _, group in axes)
         return Board(keys, self.rank, ranks, timeout.total_seconds(), self.others)
+
+    def watch_waits(self, ranks: tuple[int, ...]) -> None:
+        """Say from now on in the log in what this process waits for long, and where the other ``ranks`` are.
+
+        The keys have no incarnation, which only a collective can agree on: it may be that very one in which ranks wait.
+        """
+        with self._lock:
+            if self._standstill is not None:
+                return
+            name = sha256(json.dumps(ranks).encode()).hexdigest()[:16]
+            keys = Keys(self._connections, "fsdp2/standstill", name)
+            self._standstill = Standstill(keys, self.rank, ranks, self._doing)
+        self._standstill.start()
+
+    def end_watch(self) -> None:
+        """Say no more in what this process waits."""
+        with self._lock:
+            standstill, self._standstill = self._standstill, None
+        if standstill is not None:
+            standstill.stop()
 
     def others(self) -> str:
         """Return where other ranks are if this one has waited for them for a long time, otherwise ""."""
@@ -228,6 +250,19 @@ def _make_process(world: dist.ProcessGroup) -> _Process | None:
         )
         return None
     return _Process(world, connections)
+
+
+def watch_waits(mesh: DataParallelMesh) -> None:
+    """Say in the log in what this process waits for long, from the first unit on.
+
+    The first forward is too late: before it, one rank may load or gather what it alone is told to.
+    """
+    process = _this_process() if _enabled and mesh.mesh.size() > 1 else None
+    if process is not None:
+        try:
+            process.watch_waits(tuple(listed_ranks(mesh.mesh)))
+        except StoreEnded as error:
+            logger.debug("rank %d does not look where others are: %s", process.rank, error)
 
 
 def monitor_ranks(root: RootContext, kind: PassKind, error: Exception | None) -> RankMonitor | None:

@@ -38,6 +38,7 @@ _REMEDY = (
     "evaluation and a barrier need all ranks: call them outside of `if rank == 0:`"
 )
 _NO_ANSWER = "no answer: it was killed, or hangs outside of Python"
+_NOT_YET = "it has not come to fully_shard"
 _ENDED = -1  # in the place of a question's number: the answer of a rank that has ended
 
 _STANDARD = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib")})
@@ -53,7 +54,8 @@ _WAITING = tuple(
         (_OWN, "ranks", "board.py"),
     )
 )
-_DECORATORS = {"wrapper", "inner", "decorate_context", "new_func", "run"}
+_CALLED = {"pre_forward": "forward"}  # in a user's words
+_DECORATORS = {"wrapper", "inner", "inner_func", "decorate_context", "new_func", "run"}
 
 
 _Answer = tuple[str, int | None]
@@ -96,7 +98,7 @@ def _place(doing: Callable[[], str]) -> _Place:
         own = own or path in _WAITING[2:]
         inner.append(frame.f_code.co_name)
     called = [name for name in reversed(inner) if not name.startswith("_") and name not in _DECORATORS]
-    what = (own and doing()) or (f"{called[0]}()" if called else "")
+    what = (own and doing()) or (_CALLED.get(called[0], f"{called[0]}()") if called else "")
     return _Place(f"{what}, at {line}" if what and line else what or line, waits, hash(tuple(visit)))
 
 
@@ -125,6 +127,9 @@ class Standstill:
 
     def start(self) -> None:
         """Look every few seconds until the default process group is gone or this process ends."""
+        if self._keys.has("asked"):  # torchrun keeps the store when it restarts the processes
+            self._forget_question()
+        self._keys.set(f"at/{self._rank}", json.dumps([0, "", None]))
         world = dist.group.WORLD
         assert world is not None
         alive = weakref.ref(world)
@@ -140,12 +145,17 @@ class Standstill:
         self._thread = Thread(target=work, name="fsdp2-standstill", daemon=True)
         self._thread.start()
 
+    def stop(self) -> None:
+        """Stop looking."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_LOOK_SECONDS)
+
     def end(self, *, failed: bool) -> None:
         """Stop looking, since this process ends, and answer for it. If it ``failed`` where it waited, say so again."""
         if self._thread is None or self._ended.is_set():
             return
-        self._ended.set()
-        self._thread.join(_LOOK_SECONDS)
+        self.stop()
         if failed and self.others and launched_collectives() == self._launched:
             text = "rank %d failed where it waited for other ranks. When it last asked, %s. %s"
             logger.error(text, self._rank, self.others, _REMEDY)
@@ -203,7 +213,7 @@ class Standstill:
         answers: dict[int, _Answer] = {}
         for rank in self._ranks:
             value = self._keys.get_within(f"at/{rank}", 1.0) if self._keys.has(f"at/{rank}") else None
-            to, *answer = (0, "", None) if value is None else json.loads(value)
+            to, *answer = (number, _NOT_YET, None) if value is None else json.loads(value)
             answers[rank] = tuple(answer) if to in (number, _ENDED) else (_NO_ANSWER, None)
         return answers
 

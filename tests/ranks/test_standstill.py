@@ -103,6 +103,27 @@ def evaluates_alone(patterns: list[str], rank: int, world: int) -> None:
     dist.barrier()
 
 
+def before_the_first_forward(rank: int, world: int) -> None:
+    """The last rank gathers a parameter of a new model, which it alone is told to, and the others begin to train."""
+    model = Three()
+    fsdp2.fully_shard(model)
+    until_logged(range(world - 1, world))
+    if rank == world - 1:
+        model.last.weight.full_tensor()  # type: ignore[operator]
+    time.sleep(2 * standstill._PATIENCE_SECONDS)
+    dist.barrier()
+
+
+def without_checks(rank: int, world: int) -> None:
+    """One rank waits for the other one, and nobody wants to know."""
+    model = Three()
+    fsdp2.fully_shard(model)
+    fsdp2.set_rank_checks(False)
+    if rank == 0:
+        time.sleep(4 * standstill._PATIENCE_SECONDS)
+    dist.barrier()
+
+
 def line_of(program: object, text: str) -> int:
     """The number of a program's line in this file."""
     lines = Path(HERE).read_text().splitlines()
@@ -133,6 +154,20 @@ def test_a_collective_of_one_rank_between_passes(program, call, what):
 
 
 SILENT = r"; rank 2: no answer: it was killed, or hangs outside of Python\. "
+
+
+def test_a_collective_of_one_rank_before_the_first_forward():
+    """The watch began in the first forward, with a collective: both ranks waited for ever, and nobody said a word."""
+    ended = run_apart(before_the_first_forward, 2)[1]
+    place = f"{re.escape(os.path.relpath(HERE))}:{line_of(before_the_first_forward, 'full_tensor()')}"
+    line = rf"^rank 1 waits for other ranks\. Rank 1: in full_tensor\(\), at {place}, for \d+ s; rank 0: at .*$"
+    found = re.search(line, ended.output, re.MULTILINE)
+    assert ended.status == 0 and found and REMEDY in found[0], ended
+
+
+def test_without_checks_nobody_watches():
+    for ended in run_apart(without_checks, 2):
+        assert ended.status == 0 and "waits for other ranks" not in ended.output, ended
 
 
 def stops(rank: int, world: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp2 import hints
+from fsdp2._warn import warn
 from fsdp2.autograd.hooks import hook_forward, hook_loading
 from fsdp2.compression.collectives import compress
 from fsdp2.compression.policy import CompressionPolicy
@@ -346,10 +346,9 @@ def _check_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:
     if value < 1 or value > size or size % value != 0:
         raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {size}, not {value}")
     if value == 1:
-        warnings.warn(
+        warn(
             "reshard_after_forward=1 (int) means resharding parameters to world size 1, instead of "
-            "reshard_after_forward=True (bool)",
-            stacklevel=3,
+            "reshard_after_forward=True (bool)"
         )
         return False
     return True if value == size else value

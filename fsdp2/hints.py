@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from fsdp2._torch.tensors import versions_of
 from fsdp2.engine.group import FSDPParamGroup
@@ -79,7 +80,9 @@ def _about_gone(version: int, groups: Iterable[FSDPParamGroup]) -> str | None:
 
 
 def _unit(group: Any) -> str:
-    return repr(group.name or "the root") if group.name or group.in_root else type(group.modules[0]).__name__
+    if group.name or group.in_root:
+        return repr(group.name or "the root")
+    return next(c for c in type(group.modules[0]).__mro__ if not issubclass(c, TorchFSDPModule)).__name__
 
 
 def _hint(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> str | None:
@@ -105,8 +108,9 @@ def _hint(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> str 
     used, named = _used(frames[-1], units)
     if not used:
         return None
-    names = ", ".join(f"{p.name} (unit {units[p]})" for p in used[:_SHOWN])
-    names = f"{'' if named else 'possibly '}{names}{', ...' if len(used) > _SHOWN else ''}"
+    meant = list(dict.fromkeys(f"{p.name} (unit {units[p]})" for p in used))  # before the first forward, of equal names
+    names = ", ".join(meant[:_SHOWN])
+    names = f"{'' if named else 'possibly '}{names}{', ...' if len(meant) > _SHOWN else ''}"
     return f"{names}: got a shard, expected the full parameter, which exists in its unit's forward; {_REMEDY}"
 
 

@@ -21,7 +21,6 @@ suspends all of it for ``summon_full_params``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
@@ -30,6 +29,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fsdp2 import _trace
+from fsdp2._warn import warn
 from fsdp2.comm.context import CommContext
 from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
@@ -413,11 +413,10 @@ class Residency:
     def _warn_of_writes(self) -> None:
         versions = self._versions_left
         if self._by_hand and versions is not None and (written := self.store.changed_since(versions)):
-            warnings.warn(
+            warn(
                 f"{', '.join(written)}: values were written to the full parameters that unshard() or use_weights "
                 "gathered. They are lost, because these are copies of the shards, and are freed now. Write inside "
-                "summon_full_params, which copies new values to the shards",
-                stacklevel=2,
+                "summon_full_params, which copies new values to the shards"
             )
 
     # ---- lower, free ----

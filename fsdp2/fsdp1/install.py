@@ -8,7 +8,6 @@ import logging
 import re
 import sys
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from types import ModuleType, TracebackType
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch.distributed.fsdp as torch_fsdp
 
 from fsdp2._torch.imports import WhenImported
+from fsdp2._warn import warn
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.forward_methods import register_fsdp_forward_method
 from fsdp2.fully_shard import fully_shard
@@ -110,10 +110,9 @@ class Installation:
             elif not from_fsdp2 or from_torch:
                 unsure.append(f"{module.__name__}.{attribute}")
         if unsure:
-            warnings.warn(
+            warn(
                 f"fsdp2.uninstall(): {', '.join(sorted(unsure))} were imported while fsdp2 was installed and stay "
-                "fsdp2's, because their source does not show if they were imported from torch; import them again",
-                stacklevel=3,
+                "fsdp2's, because their source does not show if they were imported from torch; import them again"
             )
 
     def start(self) -> None:
@@ -175,10 +174,9 @@ def install(*, rebind: bool = False) -> Installation:
                 _installed.set(module, attribute, OURS[function])
         elif early:
             names = ", ".join(sorted(f"{module.__name__}.{attribute}" for module, attribute, _ in early))
-            warnings.warn(
+            warn(
                 f"fsdp2.install(): {names} were imported from torch before and stay torch's own; call "
-                "fsdp2.install() before importing these modules, or install(rebind=True)",
-                stacklevel=2,
+                "fsdp2.install() before importing these modules, or install(rebind=True)"
             )
         return _installed
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
@@ -14,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from fsdp2._warn import warn
 from fsdp2.grouping.modules import no_sync
 from fsdp2.optim.clip import clip_grad_norm_
 
@@ -104,10 +104,9 @@ def refuse_fsdp1(frame: FrameType | None) -> None:
             f"use {_FUNCTIONS[called]}"
         )
     if listed:
-        warnings.warn(
+        warn(
             "FullyShardedDataParallel.fsdp_modules finds FSDP1's wrappers, and fsdp2.fully_shard manages this module; "
-            "fsdp2.fsdp_modules(model) finds its units",
-            stacklevel=7,
+            "fsdp2.fsdp_modules(model) finds its units"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._torch.tensors import FakeTensor
+from fsdp2._warn import warn
 from fsdp2.engine.casts import statistics_dtype
 from fsdp2.engine.extension import has_extension, refuse_sharded_twice, sends_itself
 from fsdp2.engine.param import copy_of
@@ -97,11 +97,10 @@ def _warn_of_lost_class(found: Found, mesh: DataParallelMesh) -> None:
     if has_extension(plain) and mesh.mesh.size() == 1 and not found.param.requires_grad:
         return  # it gives a view of its own memory
     kind = type(plain).__name__
-    warnings.warn(
+    warn(
         f"{found.name} is a {kind}, which has no fsdp_pre_all_gather and fsdp_post_all_gather. Its values are sharded "
         f"as a plain tensor of {plain.dtype}, with which forward computes: what {kind} does differently is lost."
-        " Define both methods, or leave the parameter out with ignored_params",
-        stacklevel=2,
+        " Define both methods, or leave the parameter out with ignored_params"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2._torch.autograd import have_gradient_hooks
 from fsdp2._torch.hooks import outside_dynamo
+from fsdp2._warn import warn
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.unit import FSDPState, live_units
 
@@ -63,11 +63,10 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
         return  # each mesh's first rank warns
     names = _names(unaveraged, units, beside=any(map(is_managed_tensor, held)))
     if names:
-        warnings.warn(
+        warn(
             f"{_list(names)}: trained beside sharded parameters, but no fully_shard call has them, so nobody averages "
             "their gradients, and each rank trains values of its own. Call fully_shard on the whole model too, after "
-            "its blocks: fully_shard(model); to leave them out on purpose, pass them to it as ignored_params",
-            stacklevel=2,
+            "its blocks: fully_shard(model); to leave them out on purpose, pass them to it as ignored_params"
         )
 
 

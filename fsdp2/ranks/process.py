@@ -8,7 +8,6 @@ import logging
 import os
 import queue
 import sys
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from fsdp2._torch.checkpoint import async_saves
 from fsdp2._torch.collectives import default_store, group_timeout, without_modes
+from fsdp2._warn import warn
 from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import is_of_collective, observe_waits
 from fsdp2.engine.observer import PassKind, observe_with
@@ -241,12 +241,11 @@ def _this_process() -> _Process | None:
 def _make_process(world: dist.ProcessGroup) -> _Process | None:
     connections = Connections(default_store())
     if missing := connections.lacks:
-        warnings.warn(
+        warn(
             f"the store of the process group has no {missing}, so ranks are not compared: a rank that skips a unit "
             "makes the others hang, and set_reduce_scatter_unused_params does not let it skip one. Expected: a store "
             "with compare_set, check and delete_key (deleteKey in a subclass of Store), such as TCPStore. To "
-            "continue without the comparison, call fsdp2.set_rank_checks(False) on every rank",
-            stacklevel=2,
+            "continue without the comparison, call fsdp2.set_rank_checks(False) on every rank"
         )
         return None
     return _Process(world, connections)

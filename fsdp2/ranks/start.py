@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import warnings
 import zlib
 from typing import Any, NamedTuple
 
+from fsdp2._warn import warn
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.observer import PassKind
 from fsdp2.engine.root import RootContext
@@ -75,7 +75,7 @@ def compare(
     want = json.dumps(values)
     text = board.choose(_VALUES, want, plan, _other_values)
     if text and board.rank == board.ranks[0]:
-        warnings.warn(text, stacklevel=2)
+        warn(text)
     return _VALUES + 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2._torch.collectives import named_group
 from fsdp2._torch.tensors import concatenate_meshes, flatten_mesh, mesh_order, without_dispatch
+from fsdp2._warn import warn
 from fsdp2.policies import DataParallelMeshDims
 from fsdp2.sharding.platform import platform
 
@@ -161,13 +161,12 @@ class DataParallelMesh:
         for axis, dim in axes:
             if axis.group is None or not place or place[dim] == axis.group.rank():
                 continue
-            warnings.warn(
+            warn(
                 f"fully_shard: rank {dist.get_rank()} has place {place[dim]} on the mesh {self.mesh}, but "
                 f"{axis.group.rank()} in its process group, which sorts ranks. Parameters and gradients are right, but "
                 "torch.distributed.checkpoint takes the place of a shard from the mesh, so it saves and loads this "
                 "rank's shard as another's; list the ranks in ascending order, or make the mesh with "
-                "preserve_rank_order=True (torch 2.15)",
-                stacklevel=2,
+                "preserve_rank_order=True (torch 2.15)"
             )
         if self.shard.group is None or self.mesh.ndim == 1 or mesh_order(self.mesh):
             return  # no columns, or process groups in the mesh's own order
@@ -338,12 +337,11 @@ def _warn_of_other_names(mesh: DeviceMesh) -> None:
     if not any(own):
         return
     one = names[0] if own[1] else names[1]
-    warnings.warn(
+    warn(
         "fully_shard: parameters are replicated over the first dimension of a 2D mesh and sharded over the second; got "
         f"dimensions called {names}, expected names such as ('replicate', 'shard'). To shard over the ranks of both, "
         f"as with context parallelism, pass mesh._flatten('{'_'.join(names)}'); over {one!r} alone, pass "
-        f"mesh[{one!r}]. If they are replicas and shards, rename them",
-        stacklevel=2,
+        f"mesh[{one!r}]. If they are replicas and shards, rename them"
     )
 
 

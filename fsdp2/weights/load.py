@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2._warn import warn
 from fsdp2.sharding.boxes import narrow, numel, whole
 from fsdp2.weights.buckets import Entry, Part, blocks
 from fsdp2.weights.handed import copies_of_lent, why_unreadable
@@ -153,10 +153,9 @@ def _load(
                     module.set_extra_state(source.extras[name])
     waiting = [place.name for place in selection.left_out if place.local.is_meta]
     if waiting:
-        warnings.warn(
+        warn(
             f"{where}: non-persistent buffers are still on the meta device: {waiting}; no checkpoint holds them, "
-            "compute them and set them on their modules",
-            stacklevel=3,
+            "compute them and set them on their modules"
         )
     return loaded
 

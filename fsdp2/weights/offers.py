@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from fsdp2._warn import warn
 from fsdp2.sharding.boxes import intersect
 from fsdp2.weights.buckets import Entry
 from fsdp2.weights.ranks import Ranks
@@ -95,12 +95,12 @@ class _Copy:
         return torch.allclose(self.sums, other.sums, rtol=0, atol=1e-9 * total, equal_nan=True)
 
 
-def check_copies(mine: Iterable[Place], ranks: Ranks, where: str, taken: str, *, stacklevel: int) -> None:
+def check_copies(mine: Iterable[Place], ranks: Ranks, where: str, taken: str) -> None:
     """Compare tensors of one name that ranks, or meshes of some ranks, have for themselves: only one of them is taken.
 
     Such a name stands for copies of one parameter, or for different ones: each rank's, or each mesh's, experts. Copies
     that differ by rounding count as one tensor; a warning names them, and says that the first one is ``taken``: sent,
-    or written. ``stacklevel`` is that of the warning, from here.
+    or written.
 
     Raises:
         RuntimeError: A name stands for several tensors, on every rank.
@@ -126,11 +126,10 @@ def check_copies(mine: Iterable[Place], ranks: Ranks, where: str, taken: str, *,
         if not all(got.is_same(expected) for _, got in others):
             unlike.append(name)
     if unlike and ranks.first:
-        warnings.warn(
+        warn(
             f"{where}: the copies of {unlike} on different ranks are not equal; the first one is {taken}. If they are "
             "different tensors (experts that began with the same values), give the modules names that differ between "
-            "these ranks",
-            stacklevel=stacklevel + 1,
+            "these ranks"
         )
 
 

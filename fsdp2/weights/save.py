@@ -89,7 +89,7 @@ def save_safetensors(
             files = target.files(joined(mine, offers, ranks, _WHERE))
             total = sum(tensor.entry.nbytes for file in files for tensor in file)
             moved = stack.enter_context(showing(progress, _WHERE, total, here=ranks.first))
-        check_copies(mine, ranks, _WHERE, "written", stacklevel=2)
+        check_copies(mine, ranks, _WHERE, "written")
         partial, temporary = None, stack.enter_context(contextlib.ExitStack())
         with ranks.agreed():
             if ranks.first:

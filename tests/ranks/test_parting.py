@@ -374,13 +374,14 @@ def written(rank: int, world: int) -> None:
 
 def test_different_seeds_are_warned_of():
     """The warning names the parameter, the ranks and what helps; nothing is said where weights were made equal, or
-    where one rank has no first values to show for a unit."""
+    where one rank has no first values to show for a unit. It points to the user's line: it pointed to one of fsdp2."""
     for program in (other_seed, same_seed, loaded, synced, written):
         warned = program is other_seed
         ended = run_apart(program, 3 if warned else 2)
         assert {one.status for one in ended} == {0}, [one.output for one in ended]
         text = "a.weight: ranks 1, 2 started from other values than rank 0 (on rank 1 it begins with "
         assert (text in ended[0].output) == warned, ended[0].output
+        assert bool(re.search(r"/tests/\S+\.py:\d+: UserWarning: a\.weight: ", ended[0].output)) == warned, ended[0]
         assert ("torch.manual_seed with the same seed on every rank" in ended[0].output) == warned
         assert all("other values" not in one.output for one in ended[1:])
 

@@ -107,7 +107,7 @@ def before_the_first_forward(rank: int, world: int) -> None:
     """The last rank gathers a parameter of a new model, which it alone is told to, and the others begin to train."""
     model = Three()
     fsdp2.fully_shard(model)
-    until_logged(range(world - 1, world))
+    until_logged("waits for other ranks", range(world - 1, world))
     if rank == world - 1:
         model.last.weight.full_tensor()  # type: ignore[operator]
     time.sleep(2 * standstill._PATIENCE_SECONDS)

@@ -117,7 +117,31 @@ def test_an_error_of_the_first_call_is_explained():
     status, written = ended(GENERATING)
     last = written.strip().splitlines()[-1]
     assert status != 0 and "use_weights" in last, written
-    assert "embed.weight (unit FSDPModel)" in last and "head" not in last
+    assert "embed.weight (unit Model)" in last and "head" not in last
+
+
+EQUAL_NAMES = """
+import fsdp2, torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8)) for _ in range(3)])
+for unit in (*model, model):
+    fsdp2.fully_shard(unit, mesh=mesh)
+torch.ones(2, 8) @ model[1][0].weight
+"""
+
+
+@api.fsdp2_only
+def test_a_name_of_several_units_is_listed_once(tmp_path):
+    """Before the first forward no name counts from the root: the hint listed ``0.weight`` of every block, each alike,
+    with a class that the user had never written."""
+    program = tmp_path / "program.py"  # the hint reads its source
+    program.write_text(EQUAL_NAMES)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=300)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode != 0 and last.count("0.weight (unit Sequential)") == 1 and "FSDP" not in last, done.stderr
 
 
 IN_A_NOTEBOOK = """
@@ -152,7 +176,7 @@ def test_an_error_in_a_cell_of_a_notebook_is_explained():
     done = subprocess.run([sys.executable, "-c", IN_A_NOTEBOOK], capture_output=True, text=True, timeout=300)
     written = done.stdout + done.stderr
     assert done.returncode == 0, written
-    assert written.count("weight (unit FSDPLinear): got a shard") == 1 and "use_weights" in written, written
+    assert written.count("weight (unit Linear): got a shard") == 1 and "use_weights" in written, written
 
 
 @api.fsdp2_only

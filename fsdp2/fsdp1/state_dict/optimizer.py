@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp2._warn import warn
 from fsdp2.fsdp1.state_dict.convert import Item, convert
 from fsdp2.fsdp1.state_dict.settings import get_state_dict_type
 from fsdp2.optim.alike import is_counter
@@ -177,10 +177,9 @@ def optim_state_dict_to_load(
     others = {key: value for key, value in states.items() if key not in by_name}
     lost = [key for key, value in others.items() if isinstance(key, str) and isinstance(value, Mapping)]
     if lost:
-        warnings.warn(
+        warn(
             f"optim_state_dict_to_load: no parameters of the model have the names {lost}; their state is passed on "
-            "unchanged and has no effect",
-            stacklevel=2,
+            "unchanged and has no effect"
         )
     result["state"].update(others)
     if "param_groups" in saved:

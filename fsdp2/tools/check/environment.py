@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 import re
 import shutil
@@ -128,4 +129,8 @@ def known_problems(torch_version: str, *, cuda: bool, gpus: int, ranks_here: int
         )
     elif not gpus:
         found.append("no GPU was found, so CPUs and gloo are checked; timings of a CPU say nothing about GPUs")
+    if importlib.util.find_spec("numpy") is None:
+        found.append(
+            "numpy is not installed; torch needs it to save checkpoints and to send Python objects: pip install numpy"
+        )
     return found

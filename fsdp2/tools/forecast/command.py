@@ -76,7 +76,7 @@ def _show(cases: list[Case], given: argparse.Namespace, hardware: Hardware) -> i
             print(f"{results[0]}\n")
         if len(cases) > 1 or given.fit is not None:
             print(f"{comparison(cases, given.fit)}\n")
-        print(hardware)
+        print(f"constants of the cost model:\n{hardware}")
     for path in given.save if results else []:
         results[0].save(path, *(timeline for result in results[1:] for timeline in result.timelines))
         print(f"saved {path}", file=sys.stderr)

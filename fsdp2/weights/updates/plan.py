@@ -110,7 +110,7 @@ def make_plan(
     offers = gather_offers(mine, ranks)
     with ranks.agreed():
         found = joined(mine, offers, ranks, where)
-    check_copies(mine, ranks, where, "sent", stacklevel=4)
+    check_copies(mine, ranks, where, "sent")
     targets: list[Target] = []
     with ranks.agreed():
         if ranks.first:

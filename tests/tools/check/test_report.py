@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from dataclasses import replace
 
 import pytest
 
+from fsdp2.tools.check.cases import CASES
 from fsdp2.tools.check.environment import known_problems
 from fsdp2.tools.check.forecasted import fitted_link, hardware_of
 from fsdp2.tools.check.place import Comparison, Outcome, worst
 from fsdp2.tools.check.report import Figure, Report, figures_of, row_of
 from fsdp2.tools.check.stacks import Stuck, describe, hanging, innermost
 from fsdp2.tools.check.tasks import TASKS
+from fsdp2.tools.check.trial import Skip
 
 
 def comparison(difference: float, **options: object) -> Comparison:
@@ -138,6 +141,14 @@ def test_known_problems():
     assert old.startswith("torch 2.9.1+cu126: fsdp2 was tested with torch 2.11 to 2.15")
     assert "8 ranks run on this host, which has 2 GPUs" in known_problems("2.13.0", cuda=False, gpus=2, ranks_here=8)[0]
     assert "no GPU was found" in known_problems("2.13.0+cpu", cuda=False, gpus=0, ranks_here=2)[0]
+
+
+def test_without_numpy_the_checkpoint_is_left_out_and_the_reason_said(monkeypatch):
+    """pip installs torch without numpy, and the first check of a new user said that something was wrong."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install numpy" in known_problems("2.13.0", cuda=False, gpus=0, ranks_here=2)[-1]
+    with pytest.raises(Skip, match="pip install numpy"):
+        CASES["checkpoint"](None)
 
 
 def test_constants_of_a_machine():

@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from textwrap import fill
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.composition import FEATURES  # noqa: E402
+from tests.support.composition import FEATURES, OUT_OF_REACH  # noqa: E402
 
 HEAD = """<!-- Written by docs/make_compositions.py from the decorators of the tests; do not edit. -->
 # Feature combinations
@@ -28,8 +29,10 @@ HEAD = """<!-- Written by docs/make_compositions.py from the decorators of the t
 Each row names a feature and the features that are tested together with it, on 2, 4 or 8 gloo processes. The tests
 compare losses, gradients and weights with torch's `fully_shard` under the same plan, or with a single process if torch
 raises an error. The features of the last table raise an error together, at least in the form that the table describes.
-A pair that is in neither has no test: it may work, but nobody has tried it.
 """
+
+REST = f"""A pair that is in neither has no test of its own. Random programs combine it, unless it has one of these
+features: {", ".join(OUT_OF_REACH)}. Then it may work, but nobody has tried it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def partners(found: list[Combination]) -> Iterator[str]:
 def text() -> str:
     """Return the whole document."""
     found = everything()
-    lines = [HEAD, "## Tested together\n", "| feature | meaning | tested together with |", "|---|---|---|"]
+    lines = [HEAD, fill(REST, 120)]
+    lines += ["\n## Tested together\n", "| feature | meaning | tested together with |", "|---|---|---|"]
     lines += partners(found)
     lines += ["\n## Refused\n", "| together | by | why |", "|---|---|---|"]
     who = {"torch": "torch only", "fsdp2": "fsdp2", "both": "torch and fsdp2"}

@@ -65,8 +65,10 @@ def test_a_planted_defect_is_found(defect):
 @api.fsdp2_only
 @defects
 def test_random_programs_find_a_planted_defect(defect):
-    """Nobody has to know what to look for. Each comes up within 3000 programs. The rarest want a large unit whose
-    copies are summed in few bits, or a unit that is frozen while its sums wait: about one program of 400 does."""
+    """Nobody has to know what to look for. Each comes up within 3000 programs. With three seeds, it was
+    number 924, 578 and 705 (``exchange_on_one_rank``), 362, 2344 and 235 (``forget_sums``), 501, 1069 and 18
+    (``compare_every_pass``), 146, 11 and 380 (``wait_for_hidden_inputs``), 122, 72 and 14
+    (``go_on_after_a_backward_that_raised``), and 11, 40 and 18 (``average_experts``)."""
     found: list[Fuzz] = []
 
     @settings(max_examples=3000, phases=[Phase.generate])

@@ -57,6 +57,24 @@ FEATURES = {
 }
 """The features by name and what is meant, in the order of the matrix."""
 
+OUT_OF_REACH = (
+    "tensor parallel",
+    "sequence parallel",
+    "loss parallel",
+    "named dimensions",
+    "several meshes",
+    "pipeline",
+    "zero bubble",
+    "compile",
+    "Muon",
+    "optimizer in backward",
+    "GradScaler",
+    "saved elsewhere",
+    "async save",
+)
+"""Features that no random program (``fuzz.py``) has: they want models, meshes, schedules or processes that a tree of
+small modules on the processes of a test has not."""
+
 
 def composes(*features: str) -> Callable[[F], F]:
     """Return a decorator that says which features a test combines."""

@@ -290,7 +290,8 @@ class Plan:
     ``mesh``: "flat", "hybrid", "over replicas" (the same without copies), or "copies", where each rank has whole
     parameters. ``caches``: units are given a cache. ``experts``: ranks have experts on meshes of their own, under names
     of their own. ``last``: the last layer is a unit of its own, so the root has no parameters where every part is in a
-    unit. ``divide``: sums of gradients are divided by twice as much as for their mean.
+    unit. ``divide``: sums of gradients are divided by twice as much as for their mean. ``deterministic``: gradients are
+    summed in one order of ranks.
     """
 
     nodes: tuple[Node, ...]
@@ -305,6 +306,7 @@ class Plan:
     experts: bool = False
     last: bool = False
     divide: bool = False
+    deterministic: bool = False
 
     @property
     def is_simple(self) -> bool:
@@ -364,6 +366,8 @@ class Plan:
             for unit in model.modules():
                 if isinstance(unit, fsdp.FSDPModule):
                     unit.set_gradient_divide_factor(DIVIDE * world)
+        if self.deterministic:
+            model.set_deterministic_reduction(True)
 
 
 def halves(world: int) -> int:
@@ -417,6 +421,7 @@ PLAN_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "last": st.just(True),
     "experts": st.just(True),
     "divide": st.just(True),
+    "deterministic": st.just(True),
 }
 ORDINARY_PLAN: dict[str, st.SearchStrategy[Any]] = {
     "root_reshard": st.sampled_from([None, True, False]),

@@ -50,7 +50,7 @@ def _gather_between_passes(
         _start(groups, launch_unobserved)
     else:
         observer = root.observer_by_hand(units, kind)
-        kind = kind._replace(portions=root.numbers_of(with_outdated_portions(groups)))
+        kind = kind.with_portions(root.numbers_of(with_outdated_portions(groups)))
         observer.begin(kind, outermost=True)
         run = Pass(groups, observer)
         try:

@@ -93,6 +93,10 @@ class PassKind(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} ({self.detail})" if self.detail else self.name
 
+    def with_portions(self, groups: tuple[int, ...]) -> PassKind:
+        """Return the kind of a pass that gathers the portions of these ``groups`` first."""
+        return self._replace(portions=groups)
+
     @property
     def is_forward(self) -> bool:
         """True of a forward, with or without gradients, also if a registered method calls it."""

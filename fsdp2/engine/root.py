@@ -214,7 +214,7 @@ class RootContext(Generic[U]):
             group.begin_forward_pass(run, aborted=aborted)
         # Not yet those of groups that may be updated first.
         outdated = [group for group in with_outdated_portions(run.groups) if not route.comes_late(group)]
-        kind = kind._replace(portions=self.numbers_of(outdated))
+        kind = kind.with_portions(self.numbers_of(outdated))
         self.forward, self.backward = run, None
         _running.add(self)
         _trace.refresh()

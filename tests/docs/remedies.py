@@ -652,7 +652,7 @@ def a_closure_for_whole_matrices(rank: int) -> Iterator[Callable[[], object]]:
     optimizer.step()
 
 
-@remedy("only an owner of the whole parameter can read it here. Call optimizer.state_dict() on all ranks to get it")
+@remedy("only the owner can read it here. Call optimizer.state_dict() on all ranks to get it")
 def the_state_of_another_owner(rank: int) -> Iterator[Callable[[], object]]:
     """Each rank reads what the other owns, which raises on both."""
     module = model()

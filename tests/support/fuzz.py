@@ -237,7 +237,9 @@ class Execution:
         own = f"experts.{expert_of(self.rank, self.world)}."
         self.seen.append({name: value for name, value in values.items() if "experts." not in name or own in name})
         plan = self.plan
-        in_order = plan.is_simple and not plan.caches and not any(node.children for node in plan.nodes)
+        # Of a layer that runs twice: gradients that accumulate unreduced are added in the reduce dtype.
+        in_order = plan.is_simple and not plan.caches
+        in_order = in_order and not any(node.children or node.kind == "twice" for node in plan.all_nodes())
         few_bits = plan.policy == "low" and (self.stepped or not in_order)
         amplified = self.stepped and sum(node.kind == "large" for node in plan.all_nodes()) > 1
         self.allowed.append(ROUNDED if few_bits else AMPLIFIED if amplified else EXACT)

@@ -170,7 +170,7 @@ def compression(trial: Trial) -> None:
 def checkpoint(trial: Trial) -> None:
     """saved after two steps, loaded into another model"""
     if importlib.util.find_spec("numpy") is None:
-        raise Skip("torch.distributed.checkpoint needs numpy: pip install numpy")
+        raise Skip("torch.distributed.checkpoint needs numpy, which is not installed")
     make = partial(trial.sharded, Small, partial(shard, mesh=trial.mesh()))
     model = make()
     optimizer = sgd(model)

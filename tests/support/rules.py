@@ -149,6 +149,7 @@ FOLDERS = (
     "sharding",
     "policies",
     "_trace",
+    "_warn",
     "_torch",
 )
 """The folders and files of the package from the top down; each imports from those behind it only. A part of a folder

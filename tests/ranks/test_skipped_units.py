@@ -336,3 +336,21 @@ def test_tokens_of_other_experts(rank, world, any_order, reshard):
         for tokens in ([0, 1, 2, 3], [3, 2, 1, 0]):
             used = [by_rank[rank][token] for token in tokens]
             torch.testing.assert_close(model.generate(x, used), alone.generate(x, used))
+
+
+@on_ranks(2)
+def test_experts_used_one_after_another_by_hand(rank, world):
+    """A gather by hand first joined those of the schedule that was known, of other experts: nobody freed these, and
+    after four blocks all four experts were in memory."""
+    model = Tall()
+    for layer in model.tower:
+        fsdp2.fully_shard(layer).set_reduce_scatter_unused_params(True)
+    fsdp2.fully_shard(model)
+    with torch.no_grad():
+        model(torch.randn(2, 256), climbs=True)  # makes shards and buffers
+        with LiveBytes(model.parameters()) as live:
+            before = live.now
+            for layer in model.tower[:4]:
+                with fsdp2.use_weights(layer):
+                    assert layer.weight.shape == (256, 256)
+            assert live.now == before

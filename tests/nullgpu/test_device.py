@@ -58,11 +58,13 @@ def test_what_a_capture_forbids(what):
 def test_a_stream_must_be_joined_at_the_end_of_a_capture():
     """With the wait at its end the capture is right, and its graph has both kernels."""
     for joins in (True, False):
-        graph, other = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        # One after the other: torch's streams come from a pool, so a later one may be the stream of captures.
+        stream, other = torch.cuda.Stream(), torch.cuda.Stream()
         tensor = torch.zeros(4, device="cuda")
         error = None
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=stream):
                 current = torch.cuda.current_stream()
                 tensor.add_(1)
                 other.wait_stream(current)

@@ -21,6 +21,7 @@ from fsdp2._torch.tensors import wrapper_of
 from fsdp2.compression.policy import CompressionPolicy
 from fsdp2.fully_shard import fully_shard
 from fsdp2.optim.offload import offload_optimizer_state
+from fsdp2.optim.whole.full_params import use_full_params
 from fsdp2.tools.check.models import Small
 from fsdp2.tools.check.ordering import Ordering
 from fsdp2.tools.check.place import Outcome, Place
@@ -101,6 +102,15 @@ def _steps_with_state_on_the_host(run: _Run) -> None:
     run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3, foreach=True)
     offload_optimizer_state(run.optimizer, bucket_mb=1 / 1024)
     _trains(run)
+
+
+def _steps_on_whole_matrices(run: _Run) -> None:
+    """Gradients go to the owners of their matrices in backward; a step exchanges what is left, in several buckets."""
+    matrices = [parameter for parameter in run.model.parameters() if parameter.ndim == 2]
+    for overlap in (True, False):
+        run.optimizer = torch.optim.Muon(matrices, lr=1e-3)
+        use_full_params(run.optimizer, cost=lambda parameter: 1.0, bucket_mb=1 / 128, overlap_backward=overlap)
+        run.step(3)
 
 
 def _gathers_by_hand(run: _Run) -> None:
@@ -212,7 +222,7 @@ class _Halves(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """_Run the operator on what is inside; copies and views are such tensors again."""
+        """Run the operator on what is inside; copies and views are such tensors again."""
         out = func(*_inside(args), **{name: _inside(value) for name, value in (kwargs or {}).items()})
         if operator_schema(func).name.endswith("_"):
             return args[0]
@@ -294,6 +304,7 @@ PROGRAMS = [
     # On a CPU, shards and state are on the host in any case.
     _Program("offloaded", {"offload_policy": CPUOffloadPolicy()}, needs_gpu=True),
     _Program("state on the host", {"mp_policy": MIXED}, _steps_with_state_on_the_host, needs_gpu=True),
+    _Program("whole matrices", {"mp_policy": MIXED}, _steps_on_whole_matrices, needs_gpu=True),
     _Program("hybrid", HYBRID),
     _Program("hybrid, bfloat16", {"copies": 2, "mp_policy": BF16}),
     _Program("hybrid, compressed", {**HYBRID, "compression": INT8}),

@@ -108,6 +108,7 @@ def test_force_sum(rank, world, when):
 
 
 @api.fsdp2_only
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="the fake group of torch 2.11 scatters nothing")
 @pytest.mark.parametrize("forced", [False, True])
 def test_what_nccl_is_asked_to_do(forced):
     """It averages unless sums are asked for, which are divided afterwards. Nothing is sent, so this rank's gradient

@@ -405,9 +405,10 @@ class Residency:
         versions, self._versions_left = self._versions_left, None
         if self.store.full_versions() != versions:
             raise RuntimeError(
-                f"{', '.join(self.store.changed_since(versions))}: written in place after a forward that left full "
-                "parameters in memory. This would be lost: they are copies, which are freed. If the program means to: "
-                "call reshard() on the module, and write to its shards with `with torch.no_grad(): param.copy_(value)`"
+                f"{', '.join(self.store.changed_since(versions))}: written in place after a forward or backward that "
+                "left full parameters in memory. This would be lost: they are copies, which are freed. If the program "
+                "means to: call reshard() on the module, and write to its shards with `with torch.no_grad(): "
+                "param.copy_(value)`"
             )
 
     def _warn_of_writes(self) -> None:

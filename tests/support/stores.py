@@ -99,5 +99,4 @@ def _forget_store() -> None:
     known = process._processes.pop(dist.group.WORLD, None)
     if known is not None:
         known.ends.cancel()
-        if known._standstill is not None:
-            known._standstill._ended.set()  # or its thread would look at a store of the past, once for each program
+        known.end_watch()  # or its thread would look at a store of the past, one more for each program

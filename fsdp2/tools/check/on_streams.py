@@ -1,7 +1,8 @@
 """Training on watched streams: does every kernel, copy and collective wait for what it must?
 
-Nearly each wait of ``comm/streams.py`` is needed by one of the programs here, so that one that is missing is noticed.
-Not so that for the stream of a gradient's hook, because autograd itself waits in C++, which is not seen.
+Each wait of ``comm/streams.py`` is needed by one of the programs here, so that one that is missing is noticed, with two
+exceptions: no program writes shards on the host from a stream, and for the stream of a gradient's hook autograd itself
+waits in C++, which is not seen.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _replaces(run: _Run) -> None:
 
     def replacing(x: Tensor) -> Tensor:
         later.weight = nn.Parameter(later.weight.detach() * 0.5)
-        return forward(x)  # type: ignore[no-any-return]
+        return forward(x)  # type: ignore[no-any-return]  # a module's attribute
 
     first.forward = replacing
     for _ in range(2):
@@ -146,7 +147,7 @@ def _reshards(run: _Run) -> None:
     def writing(x: Tensor) -> Tensor:
         later.up.weight.data.mul_(0.5)
         later.reshard()
-        return forward(x)  # type: ignore[no-any-return]
+        return forward(x)  # type: ignore[no-any-return]  # a module's attribute
 
     first.forward = writing
     run.step(2)
@@ -165,7 +166,7 @@ def _teaches(run: _Run) -> None:
                 parameter.mul_(0.5)
             for unit in teacher:
                 unit(run.rows)
-        return forward(x)  # type: ignore[no-any-return]
+        return forward(x)  # type: ignore[no-any-return]  # a module's attribute
 
     run.model.blocks[0].forward = teaching
     for _ in range(3):
@@ -221,7 +222,7 @@ class _Halves(Tensor):
         self._tensor = tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch calls it so
         """Run the operator on what is inside; copies and views are such tensors again."""
         out = func(*_inside(args), **{name: _inside(value) for name, value in (kwargs or {}).items()})
         if operator_schema(func).name.endswith("_"):

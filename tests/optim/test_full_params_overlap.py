@@ -191,6 +191,40 @@ def test_meshes(rank, world, kind):
     assert all(torch.equal(plain[i], early[i]) for i in plain)
 
 
+class Branches(nn.Module):
+    """Layers of several shapes that stand side by side, and are run in an order."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(6, 6 * (i + 1), bias=False) for i in range(4))
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layers[i](x).tanh().sum() for i in self.order]).sum()
+
+
+@on_ranks(2, 4)
+def test_ranks_whose_gradients_are_finished_in_another_order(rank, world):
+    """Autograd finishes the gradients of a unit in the order in which its rank ran the layers. They are reduced, and
+    so sent to their owners, in one order on all ranks."""
+    order = [(i + rank) % 4 for i in range(4)]
+    models = [fsdp2.fully_shard(Branches(order), mesh=mesh_1d()) for _ in range(2)]
+    sends: list[Any] = []
+    real = EarlyGradients._send
+    for model, overlap in zip(models, (False, True), strict=True):
+        optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+        fsdp2.use_full_params(optimizer, overlap_backward=overlap, bucket_mb=0.0005)
+        for step in range(4):
+            with mock.patch.object(EarlyGradients, "_send", lambda *found: sends.append(found) or real(*found)):
+                model(rows(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(sends) > 4  # several in a backward
+    plain, early = (fulls(dict(enumerate(model.parameters()))) for model in models)
+    assert all(torch.equal(plain[i], early[i]) for i in plain)
+
+
 @on_ranks(2)
 def test_what_is_left_is_sent_with_the_last_gradient(rank, world):
     """Gradients that do not fill a part of a bucket were left to the step, also those of the first layers of a large

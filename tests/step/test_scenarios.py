@@ -100,7 +100,8 @@ LASTING = {"over replicas", "compressed", "copied from the host"}
 WAITING = (states, host_state)
 """Programs in which the host reads numbers: whether ranks agree on what is loaded, and counters of steps."""
 KEEPING = (captured, replaced_in_forward, states, whole_matrices)
-"""Programs whose full parameters, or new ones, stay; and those that make a second model, whose shards are counted."""
+"""Programs whose full parameters, or new ones, stay, and those that make a second model. (After a deep copy that trains
+inside the program, as many bytes as the shards of a model are counted; it is not known why.)"""
 
 
 @pytest.mark.parametrize(("program", "setup", "transfer"), scenarios())
@@ -112,7 +113,11 @@ def test_scenario(program: Program, setup: str, transfer: str) -> None:
     assert not found.mistakes
     assert not found.waits or program in WAITING
     assert found.launched
-    if program is not whole_matrices:  # its ranks own other matrices, of which each sends and gets another number
-        assert found.launched == launched_by_another(program, setup, transfer)
+    other = launched_by_another(program, setup, transfer)
+    if program is whole_matrices:  # each rank owns other matrices, so it sends and gets other numbers of elements
+        alike = [[launch._replace(numel=0) for launch in launched] for launched in (found.launched, other)]
+        assert alike[0] == alike[1]
+    else:
+        assert found.launched == other
     assert found.left <= usual.left or program in KEEPING
     assert usual.left <= 0 or setup.split(",")[0] in LASTING

@@ -295,6 +295,9 @@ class FSDPParam:
         self.requires_grad = original.requires_grad
         # What Tensor.grad_dtype was set to: () if it was not, (None,) for any dtype, else (the dtype,).
         self.grad_dtype = explicit_grad_dtype(original)
+        # Others' objects that live as long as the parameter. A hook could not keep them: if they refer to the tensor,
+        # the garbage collector would not free either.
+        self.companions: set[object] = set()
 
     def __repr__(self) -> str:
         layout = self.spec.layout

@@ -1,10 +1,10 @@
 """Gradients that go to the owners of their parameters while backward runs.
 
-A hook on each shard runs when its gradient is reduced, in the same order on all ranks that reduce it together. A few
-gradients at a time are sent to their owners; they stay on the shards as well. A step uses what has arrived, if the
-gradients on the shards are still those that were sent. It compares *fingerprints* of them, because no version counter
-shows a write through ``.data`` or by ``torch._foreach_*``, which torch's own clipping uses. Others are sent again by
-the step.
+A hook on each shard runs when its gradient is reduced, in the same order on all ranks that reduce it together. In the
+first backward after a step, a few gradients at a time are sent to their owners; they stay on the shards as well. A step
+uses what has arrived, if the gradients on the shards are still those that were sent. It compares *fingerprints* of
+them, because no version counter shows a write through ``.data`` or by ``torch._foreach_*``, which torch's own clipping
+uses. Others are sent again by the step.
 
 Ranks along a dimension of tensor parallelism do not reduce together. If their pieces have different sizes, so have the
 chunks, and the order of hooks may be another. So the step alone sends such gradients.
@@ -60,15 +60,20 @@ class EarlyGradients:
         self._limit = bucket_bytes // _PART * self._axis.size  # of whole gradients: what each rank sends is bounded
         # By the stream that they are on, with the dtypes that they have come in, which are the same on all ranks.
         self._waiting: dict[Any, dict[Any, torch.dtype]] = {}
-        self._came: set[Any] = set()  # since the last step
+        self._sends = False  # in the first backward after a step
+        self._came: set[Any] = set()  # in it
         self._expected: set[Any] = set()  # to come in a backward: those of the last step
         self._sent: dict[Any, _Sent | None] = {}  # None: this rank had no gradient to send
         self._wholes: dict[torch.Tensor, torch.Tensor] = {}
         self._layouts: dict[Any, tuple[list[Owned], Layout]] = {}
         self._arriving: tuple[Arriving, list[Owned], list[torch.Tensor | None]] | None = None
+        # Alive as long as the parameters: who drops an optimizer leaves it to the garbage collector, which runs at
+        # another time on each rank, and until then one rank would send, and the others not.
         arrives = partial(self._arrives, weakref.ref(self))
         self._hooked = {param for param in ranks.params if self._comes_alike(ranks, param)}
         self._handles = [hook_gradient(param, arrives) for param in ranks.params if param in self._hooked]
+        for param in self._hooked:
+            self._companions_of(param).add(self)
         copies.keep(self)
 
     @staticmethod
@@ -81,24 +86,43 @@ class EarlyGradients:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+        for param in self._hooked:
+            self._companions_of(param).discard(self)
+
+    @staticmethod
+    def _companions_of(param: Any) -> set[object]:
+        shard = param_of(param)
+        return set() if shard is None else shard.companions  # None: it is no longer a model's
 
     # ---- in backward ----
 
     @staticmethod
     def _arrives(early: weakref.ref[EarlyGradients], param: Any) -> None:
+        """Send the gradients that have come, if that of ``param`` completes what is sent at once."""
         self = early()
         if self is None or param not in self._ranks.owned_of:  # a deep copy has the hook as well
+            return
+        if not self._sends or param in self._came:
+            # Another backward before the step, which sends the sums. Perhaps no step comes: the optimizer was dropped.
+            self._sends = False
+            self._forget()
             return
         waiting = self._waiting.setdefault(current_stream(self._ranks.device), {})
         waiting[param] = param.grad.dtype
         self._came.add(param)
         complete = self._came >= self._expected
-        if complete:
-            self._came.clear()  # another backward may follow
         if complete or sum([one.numel() * dtype.itemsize for one, dtype in waiting.items()]) >= self._limit:
             params, dtypes = [*waiting], [*waiting.values()]
             waiting.clear()
             self._send(params, dtypes)
+        self._sends = not complete
+
+    def _forget(self) -> None:
+        """Drop what was sent, and what waits to be sent."""
+        self._finish()
+        self._waiting.clear()
+        self._sent.clear()
+        self._wholes.clear()
 
     @torch.no_grad()
     def _send(self, params: list[Any], dtypes: list[torch.dtype]) -> None:
@@ -198,8 +222,8 @@ class EarlyGradients:
     def end_step(self, used: Collection[Any]) -> None:
         """Drop all gradients, after a step that all ranks took with those of ``used``, of which the next is likely."""
         self._expected = {param for param in used if param in self._hooked}
-        self._sent.clear()
-        self._wholes.clear()
+        self._sends = True
+        self._forget()
 
 
 def _zero(device: torch.device) -> torch.Tensor:

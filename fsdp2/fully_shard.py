@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
 from fsdp2 import hints
+from fsdp2._naming import class_name
 from fsdp2._warn import warn
 from fsdp2.autograd.hooks import hook_forward, hook_loading
 from fsdp2.compression.collectives import compress
@@ -266,7 +267,7 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> C
     for module in ignored_modules:
         if module in modules:
             raise ValueError(
-                f"fully_shard: {type(module).__name__} is the module to shard and in ignored_modules; remove it from "
+                f"fully_shard: {class_name(module)} is the module to shard and in ignored_modules; remove it from "
                 "ignored_modules, or do not call fully_shard on it"
             )
         ignored.update(param for param in module.parameters() if not is_managed_tensor(param))
@@ -313,7 +314,7 @@ def _check_names(modules: tuple[nn.Module, ...], offload: Any) -> None:
     if unknown:
         raise ValueError(
             f"fully_shard: offload_policy: {unknown[0]!r} matches no parameter; expected names in "
-            f"{type(modules[0]).__name__}, such as {names[0] if names else 'none'!r}. Use names relative to the "
+            f"{class_name(modules[0])}, such as {names[0] if names else 'none'!r}. Use names relative to the "
             "module that you pass, or pass policy=, which shards all blocks of a model with one mapping"
         )
 

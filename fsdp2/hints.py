@@ -17,13 +17,13 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
+from fsdp2._naming import class_name
 from fsdp2._torch.tensors import versions_of
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam
@@ -37,6 +37,10 @@ _TEXT = "got mixed torch.Tensor and DTensor"
 _REMEDY = (
     "use it inside `with fsdp2.use_weights(module):`, where module is the one that has the parameter, or call that "
     "module instead"
+)
+_REMEDY_FOR_METHODS = (
+    "call fsdp2.register_fsdp_forward_method(module, {method!r}) after fully_shard, where module is the {kind} whose "
+    "method this is, or use the parameter inside `with fsdp2.use_weights(module):`"
 )
 _PLACEMENT = "Sharding propagation failed", "does not have a sharding strategy registered"  # torch 2.13, and 2.11
 _STEP = (
@@ -82,7 +86,7 @@ def _about_gone(version: int, groups: Iterable[FSDPParamGroup]) -> str | None:
 def _unit(group: Any) -> str:
     if group.name or group.in_root:
         return repr(group.name or "the root")
-    return next(c for c in type(group.modules[0]).__mro__ if not issubclass(c, TorchFSDPModule)).__name__
+    return class_name(group.modules[0])
 
 
 def _hint(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> str | None:
@@ -111,7 +115,29 @@ def _hint(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> str 
     meant = list(dict.fromkeys(f"{p.name} (unit {units[p]})" for p in used))  # before the first forward, of equal names
     names = ", ".join(meant[:_SHOWN])
     names = f"{'' if named else 'possibly '}{names}{', ...' if len(meant) > _SHOWN else ''}"
-    return f"{names}: got a shard, expected the full parameter, which exists in its unit's forward; {_REMEDY}"
+    remedy = _method_remedy(error.__traceback__, used)
+    return f"{names}: got a shard, expected the full parameter, which exists in its unit's forward; {remedy}"
+
+
+def _method_remedy(trace: TracebackType, used: Iterable[FSDPParam]) -> str:
+    """Return what to do, given how the ``used`` parameters were reached: by a method of their unit, or in any way."""
+    modules = {id(module) for param in used for module in param.group.modules}
+    for frame in _calls(trace):
+        method, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        # What nn.Module has, forward among it, calls or is a forward.
+        if id(owner) in modules and hasattr(type(owner), method) and not hasattr(nn.Module, method):
+            return _REMEDY_FOR_METHODS.format(method=method, kind=class_name(owner))
+    return _REMEDY
+
+
+def _calls(trace: TracebackType) -> list[FrameType]:
+    """Return the frames that led to the error, the outermost first; also those that it has not reached yet."""
+    around = []
+    frame = trace.tb_frame.f_back
+    while frame is not None:
+        around.append(frame)
+        frame = frame.f_back
+    return [*reversed(around), *(one.tb_frame for one in _frames(trace))]
 
 
 def _buffers(frames: Iterable[TracebackType], groups: Iterable[FSDPParamGroup]) -> str | None:
@@ -129,7 +155,7 @@ def _buffers(frames: Iterable[TracebackType], groups: Iterable[FSDPParamGroup]) 
                 if dtype is not None and others and inside:
                     names = ", ".join(name for name, _ in others[:_SHOWN])
                     return (
-                        f"possibly the buffers {names} of {type(module).__name__} (unit {_unit(group)}): got "
+                        f"possibly the buffers {names} of {class_name(module)} (unit {_unit(group)}): got "
                         f"{others[0][1].dtype}, expected {dtype}, in which mp_policy lets the unit compute. It casts "
                         "no buffers; cast these before training, each by `buffer.data = buffer.to(...)`"
                     )

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 from typing_extensions import deprecated
 
+from fsdp2._naming import original_class
 from fsdp2.comm.collectives import in_memory_of_groups, in_symmetric_memory
 from fsdp2.comm.streams import Lane
 from fsdp2.compression.collectives import compress
@@ -51,7 +52,7 @@ class FSDPModule(TorchFSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Return an instance of the original class: ``sequential[:2]`` makes a plain Sequential."""
-        original = next(c for c in cls.__mro__ if not issubclass(c, TorchFSDPModule))
+        original = original_class(cls)
         self = original.__new__(original, *args, **kwargs)
         original.__init__(self, *args, **kwargs)
         return self

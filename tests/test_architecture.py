@@ -57,6 +57,7 @@ IN_THE_PACKAGE: list[Rule] = [
     rules.grad_assignments,
     rules.hook_registration,
     rules.environment,
+    rules.module_names,
     rules.docstrings,
     rules.exports,
 ]
@@ -151,6 +152,7 @@ sys._getframe()
     rules.grad_assignments: "x = p.grad\np.grad.add_(1)\np.gradient = 2",
     rules.hook_registration: "hook_gradient(p, f)\nregister(hook)",
     rules.environment: "import os\nos.path.join('environ')",
+    rules.module_names: "f'{class_name(module)} {type(value).__name__}'",
     rules.docstrings: "'''Text.'''\ndef _f(): ...\ndef g():\n  '''Text.'''",
     rules.exports: "__all__ = ['f', 'X']\ndef f(): ...\ndef _g(): ...\nX = 1",
 }
@@ -200,6 +202,9 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.hook_registration, "fsdp2/engine/a.py", "register = p.register_post_accumulate_grad_hook"),
     (rules.environment, "fsdp2/a.py", "import os\nos.environ['X']"),
     (rules.environment, "fsdp2/a.py", "from os import getenv\ngetenv('X')"),
+    (rules.module_names, "fsdp2/a.py", "f'{type(module).__name__}'"),
+    (rules.module_names, "fsdp2/a.py", "f'{type(self.modules[0]).__name__} {1}'"),
+    (rules.module_names, "fsdp2/a.py", "f'{type(site.module).__name__}'"),
     (rules.docstrings, "fsdp2/a.py", "'''Text.'''\ndef g(): ..."),
     (rules.docstrings, "fsdp2/a.py", "def _g(): ..."),
     (rules.docstrings, "fsdp2/a.py", "'''Text.'''\nclass A:\n '''Text.'''\n def m(self): ..."),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp2._naming import class_name
 from fsdp2._torch.autograd import functorch_active
 from fsdp2._torch.tensors import address_of, local_tensors, set_versions, storages_of, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
@@ -224,8 +225,8 @@ class ShardStore:
                 if other is not shown and other is not None:  # None: it was removed there, and is put back
                     raise RuntimeError(
                         f"{param.name}: the sharded parameter is tied, and its modules show different ones: got one as "
-                        f"{first.name!r} of {type(first.module).__name__} and another as {site.name!r} of "
-                        f"{type(site.module).__name__}; expected the same. Replace it in all places, or untie it "
+                        f"{first.name!r} of {class_name(first.module)} and another as {site.name!r} of "
+                        f"{class_name(site.module)}; expected the same. Replace it in all places, or untie it "
                         "before fully_shard"
                     )
 
@@ -433,7 +434,7 @@ def _check_replacement(param: FSDPParam, shown: object) -> None:
     if shown is None:
         raise RuntimeError(
             f"{param.name}: the sharded parameter is not on its module any more; got none as {site.name!r} of "
-            f"{type(site.module).__name__}, expected a DTensor of shape {shape}. Parametrizations, weight_norm, "
+            f"{class_name(site.module)}, expected a DTensor of shape {shape}. Parametrizations, weight_norm, "
             "spectral_norm and pruning take it away when they are applied: apply them before fully_shard. Put a "
             "parameter back that was deleted or set to None, or do so before fully_shard"
         )

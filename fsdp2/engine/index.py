@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp2._naming import class_name
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor, is_summoned
 from fsdp2.engine.unit import FSDPState, get_state, live_units
@@ -123,6 +124,6 @@ def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGrou
             if param is not None and unit is not None:
                 found.setdefault(param.group, unit)
     if required_by and not found:
-        what = f"no parameter of {type(module).__name__} is managed by fsdp2.fully_shard"
+        what = f"no parameter of {class_name(module)} is managed by fsdp2.fully_shard"
         raise ValueError(f"{required_by}: {what}; shard it, or a module around it, first")
     return found

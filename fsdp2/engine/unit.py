@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fsdp2._naming import class_name
 from fsdp2._torch.autograd import autograd_sequence_number, functorch_active
 from fsdp2._torch.fsdp import TorchFSDPState, torch_fully_shard
 from fsdp2._torch.hooks import dispatch_modes, outside_dynamo, outside_dynamo_and_modes
@@ -767,6 +768,6 @@ class FSDPState(ComposableState):
             if unit is not self and unit.root is not self._own_root and unit.root.manual:
                 return RuntimeError(
                     f"set_manual_backward_finalization must be called on the root FSDP module; it was called on {name} "
-                    f"below {type(self.modules[0]).__name__}, whose forward began here. Call it on that one instead"
+                    f"below {class_name(self.modules[0])}, whose forward began here. Call it on that one instead"
                 )
         return None

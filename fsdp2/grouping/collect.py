@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from fsdp2._naming import class_name
 from fsdp2._torch.fsdp import TorchFSDPState
 from fsdp2._torch.modules import composable_state
 from fsdp2.engine.param import Site
@@ -68,7 +69,7 @@ def collect(
             full_name = f"{prefix}.{name}" if prefix else name
             if is_lazy(param):
                 raise ValueError(
-                    f"fully_shard: {full_name} of {type(module).__name__} has no shape yet; expected a parameter that "
+                    f"fully_shard: {full_name} of {class_name(module)} has no shape yet; expected a parameter that "
                     "can be cut. Run a forward of the model with a small input before fully_shard"
                 )
             entry = found.setdefault(param, Found(param, full_name, []))
@@ -95,7 +96,7 @@ def _managed_modules(roots: tuple[nn.Module, ...], ignored: Collection[nn.Module
         state = composable_state(module)
         if isinstance(state, TorchFSDPState):
             raise ValueError(
-                f"fully_shard: {type(module).__name__} below {type(roots[0]).__name__} is managed by "
+                f"fully_shard: {class_name(module)} below {class_name(roots[0])} is managed by "
                 "torch.distributed.fsdp.fully_shard; one module tree cannot mix it with fsdp2.fully_shard. Use one of "
                 "them for the whole tree"
             )

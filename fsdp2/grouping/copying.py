@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2._naming import class_name
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import units_below
 from fsdp2.engine.param import FSDPParam, Site, copy_of
@@ -67,7 +68,7 @@ def refuse_pickling(module: nn.Module, protocol: Any) -> Any:
         TypeError: Always, with the alternatives.
     """
     raise TypeError(
-        f"cannot pickle {type(module).__name__}: it is sharded over process groups of this process. Save its "
+        f"cannot pickle {class_name(module)}: it is sharded over process groups of this process. Save its "
         "state_dict() (torch.distributed.checkpoint, or torch.save on each rank), then build the model, shard it and "
         "call load_state_dict(); copy.deepcopy makes a copy in this process"
     )

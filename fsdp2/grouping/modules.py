@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from fsdp2._naming import class_name
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import units_below
 from fsdp2.module import FSDPModule
@@ -50,7 +51,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     units = units_below(module)
     if not units and module.__dict__.get("_is_fsdp_managed_module"):
         raise ValueError(
-            f"no_sync: {type(module).__name__} is part of a unit whose FSDPModule is above it; pass that module, or "
+            f"no_sync: {class_name(module)} is part of a unit whose FSDPModule is above it; pass that module, or "
             "the whole model"
         )
     groups = list(dict.fromkeys(group for unit in units for group in unit.groups))

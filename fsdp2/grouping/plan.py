@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from fsdp2._naming import class_name
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.grouping.policy import PlannedUnit, Policy, choose_units
 
@@ -76,7 +77,7 @@ def describe(
         taken.update(own)
         numel, nbytes = sum(p.numel() for p in own), sum(p.numel() * p.element_size() for p in own)
         plan.append((name, numel))
-        kinds = ", ".join(type(module).__name__ for module in modules)
+        kinds = ", ".join(class_name(module) for module in modules)
         line = f"{name or '(root)'}: {kinds}, {numel:,} parameters, {nbytes / (1 << 20):.2f} MiB"
         if overrides:
             line += ", " + ", ".join(f"{key}={value!r}" for key, value in overrides.items())

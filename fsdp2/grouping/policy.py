@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp2._naming import class_name
 from fsdp2._torch.modules import run_policy
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.unit import get_state
@@ -106,7 +107,7 @@ def _match(
         answer = False if module in ignored else policy(module)
         if not isinstance(answer, (bool, dict)):
             raise TypeError(
-                f"policy: for {name or 'the root'} ({type(module).__name__}) it returned {answer!r}; expected True, "
+                f"policy: for {name or 'the root'} ({class_name(module)}) it returned {answer!r}; expected True, "
                 "False, or a dict of fully_shard's arguments"
             )
         if answer:
@@ -186,12 +187,12 @@ class _Recursion:
 def _no_match(roots: tuple[nn.Module, ...], policy: Policy) -> str:
     below = {module: name for root in roots for name, module in root.named_modules() if name}
     sizes = {name: sum(p.numel() for p in module.parameters()) for module, name in below.items()}
-    kinds = Counter(type(module).__name__ for module in below)
+    kinds = Counter(class_name(module) for module in below)
     there = ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common()) or "no submodule"
     largest = max(sizes, key=sizes.__getitem__, default=None)
     size = "" if largest is None else f"; the largest of them, {largest}, has {sizes[largest]:,} parameters"
     what = "found no repeated block" if isinstance(policy, str) else "matches nothing"
     return (
-        f"fully_shard: policy {policy!r} {what} below {type(roots[0]).__name__}, which has: {there}{size}. Use "
+        f"fully_shard: policy {policy!r} {what} below {class_name(roots[0])}, which has: {there}{size}. Use "
         "classes or sizes that exist, or leave policy out to make one unit of the whole module"
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp2._naming import class_name
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import param_of, remember_originals
@@ -119,7 +120,7 @@ def check_tie(
 
 def _described(param: Found | FSDPParam) -> str:
     """Return the name with the class of the module, since names are those in a unit before the first forward."""
-    return f"{param.name} of {type(param.sites[0].module).__name__}"
+    return f"{param.name} of {class_name(param.sites[0].module)}"
 
 
 def _ranks(mesh: DataParallelMesh) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp2._naming import class_name
 from fsdp2._torch.autograd import have_gradient_hooks
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._warn import warn
@@ -30,7 +31,7 @@ def refuse_ddp(wrapper: nn.Module, name: str, module: Any) -> None:
     named = [n for n, p in module.named_parameters() if is_managed_tensor(p) and n not in ignored]
     if named:
         raise RuntimeError(
-            f"DistributedDataParallel: {_list(named)} of {type(module).__name__} are sharded by fully_shard, which "
+            f"DistributedDataParallel: {_list(named)} of {class_name(module)} are sharded by fully_shard, which "
             "averages their gradients over all ranks of its mesh; expected parameters that are not. Leave "
             "DistributedDataParallel out. For replicas of the shards, pass fully_shard a 2D mesh with the dimensions "
             "('replicate', 'shard')"
@@ -95,7 +96,7 @@ def _names(params: dict[int, nn.Parameter], units: Iterable[FSDPState], *, besid
         around = not inside.isdisjoint(map(id, top.modules()))
         for name, param in top.named_parameters() if around or beside else ():
             if id(param) in params and (around or id(param) not in named):
-                named[id(param)] = name if "." in name else f"{name} of {type(top).__name__}"
+                named[id(param)] = name if "." in name else f"{name} of {class_name(top)}"
     return [named[key] for key in params if key in named]
 
 

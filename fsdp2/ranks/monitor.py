@@ -30,6 +30,7 @@ __all__ = ["RankMonitor"]
 
 _DEVIATIONS = 1  # how often a guessed pass may deviate and still keep the rest of its guess
 _REMEDY = "every rank must run the same units in the same order, after the same calls of setters and of unshard()"
+_REMEDY_FOR_PASSES = "; call the model and its methods equally often on all ranks, outside of `if rank == 0:`"
 _GUESSED = ("forward", "evaluation")  # not in a method, whose own parameters are in memory already
 _Job = Callable[[], None]
 
@@ -425,7 +426,8 @@ class RankMonitor:
             f"{'this rank' if ranks == [-1] else 'rank ' + ', '.join(map(str, ranks))}: {text}"
             for text, ranks in by_text.items()
         ]
-        return f"ranks do not do the same: {'; '.join(parts)}. Expected: {_REMEDY}{_skipping(list(did.values()))}"
+        remedy = _skipping(list(did.values())) or _REMEDY_FOR_PASSES
+        return f"ranks do not do the same: {'; '.join(parts)}. Expected: {_REMEDY}{remedy}"
 
 
 class _Did(NamedTuple):

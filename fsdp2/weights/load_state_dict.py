@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp2._naming import class_name
 from fsdp2.autograd.hooks import hook_state_dict
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below, managed_sites, units_below
@@ -183,7 +184,7 @@ def before_load_tree(
                 )
     if any(problems):
         text = "\n\t".join(problem for problem in problems if problem)
-        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{text}")
+        raise RuntimeError(f"Error(s) in loading state_dict for {class_name(module)}:\n\t{text}")
     state_dict.update(copies_of_lent(state_dict, groups_below(module)))
 
 

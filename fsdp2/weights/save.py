@@ -14,6 +14,7 @@ from typing import IO
 import torch
 from torch import nn
 
+from fsdp2._naming import class_name
 from fsdp2.weights.buckets import Entry, Part
 from fsdp2.weights.offers import Mine, Offered, check_copies, gather_offers, joined
 from fsdp2.weights.progress import Progress, showing
@@ -172,7 +173,7 @@ def _with_extras(selection: Selection) -> list[Place]:
         value = module.get_extra_state()
         if not isinstance(value, torch.Tensor):
             raise NotImplementedError(
-                f"{_WHERE}: {name} is extra state of {type(module).__name__}; got a {type(value).__name__}, expected a "
+                f"{_WHERE}: {name} is extra state of {class_name(module)}; got a {type(value).__name__}, expected a "
                 "tensor: safetensors files hold nothing else; save it by torch.save or distributed checkpointing"
             )
         extras.append(Place([name], value.detach()))

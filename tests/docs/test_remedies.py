@@ -7,7 +7,13 @@ import re
 
 import pytest
 
-from tests.docs import remedies_of_devices, remedies_of_meshes, remedies_of_setups, remedies_of_tools  # noqa: F401
+from tests.docs import (  # noqa: F401
+    remedies_of_devices,
+    remedies_of_meshes,
+    remedies_of_ranks,
+    remedies_of_setups,
+    remedies_of_tools,
+)
 from tests.docs.remedies import CASES, on, try_case
 from tests.support import ROOT, api
 from tests.support.pool import on_ranks
@@ -21,14 +27,17 @@ NAMES_A_REMEDY = re.compile(
 
 
 def remedies() -> dict[str, str]:
-    """Return the texts of all errors that say what to do, each with the place that raises it."""
+    """Return the texts of all errors that say what to do, each with its place: what is raised, and what a constant has
+    that is called a remedy."""
     found = {}
     for path in sorted((ROOT / "fsdp2").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and node.exc is not None:
-                parts = [one.value for one in ast.walk(node.exc) if isinstance(one, ast.Constant)]
+            called = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("_REMEDY")
+            value = node.exc if isinstance(node, ast.Raise) else node.value if called else None
+            if value is not None:
+                parts = [one.value for one in ast.walk(value) if isinstance(one, ast.Constant)]
                 text = "\n".join(part for part in parts if isinstance(part, str))
-                if NAMES_A_REMEDY.search(text):
+                if called or NAMES_A_REMEDY.search(text):
                     found[text] = f"{path.relative_to(ROOT)}:{node.lineno}"
     return found
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -13,10 +15,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Thread
 from typing import Literal
 
 import torch.distributed as dist
 
+from fsdp2._torch.collectives import default_store
 from fsdp2.comm import host_work
 from fsdp2.ranks import board, standstill
 from tests.support.processes import start as start_process
@@ -94,3 +98,32 @@ def _run(
         sys.exit(status)  # as a program ends: what it hosts may be needed by others for a moment
     # Collectives that nobody will finish are still under way: leave without waiting for them.
     os._exit(status)
+
+
+class Awaits(logging.Handler):
+    """Prints what this rank logs, and notes when a line comes that has ``pattern``.
+
+    A busy rank may be asked before it has come to where it waits: then the others ask again. It goes on to answer.
+    """
+
+    def __init__(self, pattern: str, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._pattern, self._then = pattern, then
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage(), flush=True)
+        if re.search(self._pattern, record.getMessage()):
+            self._then()
+
+
+def until_logged(pattern: str, ranks: range, then: Callable[[], None] = lambda: None) -> None:
+    """End this process, after a last call, as soon as all of ``ranks`` have logged a line that has ``pattern``."""
+    store, rank = default_store().clone(), dist.get_rank()
+
+    def end() -> None:
+        default_store().clone().wait([f"logged/{rank}" for rank in ranks])
+        then()
+        os._exit(0)
+
+    logging.getLogger("fsdp2").addHandler(Awaits(pattern, lambda: store.set(f"logged/{rank}", "")))
+    Thread(target=end, daemon=True).start()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,7 @@ from fsdp2._torch.collectives import default_store
 from fsdp2.ranks import board, standstill
 from fsdp2.ranks.standstill import Standstill
 from fsdp2.ranks.store import Connections, Keys
-from tests.ranks.apart import SOON, Ended, run_apart
+from tests.ranks.apart import SOON, Awaits, Ended, run_apart, until_logged
 from tests.support.models import Three
 from tests.unit.meshes import gloo_mesh
 
@@ -44,35 +43,6 @@ def trained() -> Three:
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
     return model
-
-
-class _Awaits(logging.Handler):
-    """Prints what this rank logs, and notes when a line comes that has ``pattern``.
-
-    A busy rank may be asked before it has come to where it waits: then the others ask again. It goes on to answer.
-    """
-
-    def __init__(self, pattern: str, then: Callable[[], None]) -> None:
-        super().__init__()
-        self._pattern, self._then = pattern, then
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(record.getMessage(), flush=True)
-        if re.search(self._pattern, record.getMessage()):
-            self._then()
-
-
-def until_logged(pattern: str, ranks: range, then: Callable[[], None] = lambda: None) -> None:
-    """End this process, after a last call, as soon as all of ``ranks`` have logged a line that has ``pattern``."""
-    store, rank = default_store().clone(), dist.get_rank()
-
-    def end() -> None:
-        default_store().clone().wait([f"logged/{rank}" for rank in ranks])
-        then()
-        os._exit(0)
-
-    logging.getLogger("fsdp2").addHandler(_Awaits(pattern, lambda: store.set(f"logged/{rank}", "")))
-    Thread(target=end, daemon=True).start()
 
 
 def full_tensor_alone(patterns: list[str], rank: int, world: int) -> None:
@@ -198,7 +168,7 @@ def comes_late(rank: int, world: int) -> None:
 
     if rank == 0:
         clock = time.monotonic
-        logging.getLogger("fsdp2").addHandler(_Awaits("rank 1: at ", let_time_pass))
+        logging.getLogger("fsdp2").addHandler(Awaits("rank 1: at ", let_time_pass))
         board._LOOK_SECONDS = (SOON, SOON)
         board.time = SimpleNamespace(monotonic=lambda: clock() + ahead, sleep=time.sleep)  # type: ignore[assignment]
         try:
@@ -233,7 +203,7 @@ def barrier_that_breaks(rank: int, world: int) -> None:
     trained()
     store = default_store().clone()
     if rank == 0:
-        logging.getLogger("fsdp2").addHandler(_Awaits("rank 1: at ", lambda: store.set("logged", "")))
+        logging.getLogger("fsdp2").addHandler(Awaits("rank 1: at ", lambda: store.set("logged", "")))
         dist.barrier()
     store.wait(["logged"])
     os._exit(0)

@@ -39,6 +39,9 @@ STREAMS = {
     "record_event",
 }
 HOOK = re.compile(r"register_\w*hook")
+OF_A_TYPE = re.compile(r"type\((.+)\)\.__name__")
+MODULE = re.compile(r"^(module|model|top|root)$|^(modules|roots)\[|\.module\b|\.modules\[")
+"""What holds a module, by its name."""
 AGREED = {"_parameters", "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
 """Private names that may stand anywhere: the dictionary of a module's parameters, which is read and written directly
 because ``getattr`` and ``setattr`` cost too much, and what Dynamo reads on managed modules."""
@@ -149,6 +152,7 @@ FOLDERS = (
     "sharding",
     "policies",
     "_trace",
+    "_naming",
     "_warn",
     "_torch",
 )
@@ -348,6 +352,16 @@ def environment(source: Source) -> list[str]:
     wanted = ("os.environ", "os.getenv", "os.putenv")
     found = [node for node in source.nodes if source.dotted(node) in wanted]
     return [source.at(node, "reads the environment") for node in found]
+
+
+def module_names(source: Source) -> list[str]:
+    """Messages call a module by the class that its author wrote (``class_name``), not by the one of fully_shard."""
+    found = []
+    for node in source.nodes:
+        named = OF_A_TYPE.fullmatch(ast.unparse(node)) if isinstance(node, ast.Attribute) else None
+        if named is not None and MODULE.search(named[1]):
+            found.append(source.at(node, f"names the class of {named[1]}"))
+    return found
 
 
 def docstrings(source: Source) -> list[str]:

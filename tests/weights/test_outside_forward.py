@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import parametrizations
 
 import fsdp2
+from fsdp2 import hints
 from tests.support import api
 from tests.support.parity import Run, mesh_1d
 from tests.support.pool import on_ranks
@@ -118,6 +120,11 @@ def test_an_error_of_the_first_call_is_explained():
     last = written.strip().splitlines()[-1]
     assert status != 0 and "use_weights" in last, written
     assert "embed.weight (unit Model)" in last and "head" not in last
+    # The method is what has to be registered; the remedy named use_weights alone.
+    assert (
+        "call fsdp2.register_fsdp_forward_method(module, 'generate') after fully_shard, where module is the Model"
+        in last
+    )
 
 
 EQUAL_NAMES = """
@@ -288,6 +295,53 @@ class Scorer(nn.Linear):
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         return self(x) * self.weight.sum()
+
+
+class Scaled(nn.Module):
+    """A layer of a user's own, whose forward is the failing code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Encoding(Headed):
+    """Two methods beside forward, of which one calls the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = Scaled()
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x)
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_the_method_to_register_is_named(rank, world):
+    """It is the outermost one of the unit, however deep below it a parameter was used; a method of the unit around, or
+    a function, gathers nothing of a unit's."""
+    module = Encoding()
+    for unit in (module.head, module):
+        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    x = torch.ones(2, 8)
+    for call, method in (
+        (lambda: module.generate(x), "generate"),
+        (lambda: module.encode(x), "encode"),
+        (lambda: x * module.scaled.scale, None),
+        (lambda: F.linear(x, module.head.weight), None),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        hints.explain(caught.value, hints._all_groups())  # before Python 3.12 nobody has yet
+        found = re.search(r"register_fsdp_forward_method\(module, '(\w+)'\)", str(caught.value))
+        assert (found and found[1]) == method and "use_weights(module)" in str(caught.value), caught.value
 
 
 class Speaking(Headed):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp2._naming import class_name
 from fsdp2._warn import warn
 from fsdp2.fsdp1.state_dict.convert import Item, convert
 from fsdp2.fsdp1.state_dict.settings import get_state_dict_type
@@ -113,7 +114,7 @@ def _places(where: str, model: nn.Module, optim: torch.optim.Optimizer) -> dict[
             if param not in places:
                 raise ValueError(
                     f"{where}: a parameter of shape {tuple(param.shape)} in group {number} of the optimizer is not a "
-                    f"parameter of {type(model).__name__}; pass the model whose parameters the optimizer was given"
+                    f"parameter of {class_name(model)}; pass the model whose parameters the optimizer was given"
                 )
     return places
 

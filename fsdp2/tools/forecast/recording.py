@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2._naming import class_name
 from fsdp2._trace import Source, recording_with
 from fsdp2.comm.collectives import exchange_objects
 from fsdp2.comm.streams import Moments
@@ -165,7 +166,7 @@ def record_steps(model: nn.Module) -> Iterator[Record]:
     """
     groups = _groups(model)
     if not groups:
-        raise ValueError(f"record_steps: {type(model).__name__} has no units; call fully_shard on it first")
+        raise ValueError(f"record_steps: {class_name(model)} has no units; call fully_shard on it first")
     device = groups[0].mesh.device
     record, recorder = Record(device), _Recorder(Moments(device))
     try:

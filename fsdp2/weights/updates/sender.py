@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2._naming import class_name
 from fsdp2.weights.offers import Mine
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import ranks_of
@@ -87,7 +88,7 @@ class WeightSender:
         self._ranks = (ranks_of(model) or Ranks.alone()).on_one_axis()
         with self._ranks.agreed():
             if not isinstance(model, nn.Module):
-                raise TypeError(f"{_WHERE}: expected an nn.Module, got {type(model).__name__}")
+                raise TypeError(f"{_WHERE}: expected an nn.Module, got {class_name(model)}")
             limit = bucket_bytes(bucket_mb)
             self._names = checked_names(_WHERE, mapping)
             self._dtypes = checked_dtypes(_WHERE, dtype)

@@ -1,0 +1,133 @@
+"""Remedies of what ranks are told that differ, or that wait for each other, each tried as it is written.
+
+In processes of their own: ranks that differ end. ``remedies.py`` says what a case is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import fsdp2
+from fsdp2 import fully_shard, hints
+from tests.docs.remedies import Call, layers, loss, remedy
+from tests.ranks.apart import run_apart, until_logged
+from tests.support.parity import mesh_1d
+
+
+def trained() -> nn.Sequential:
+    """Return sharded layers after two steps."""
+    module = layers()
+    for unit in (*module, module):
+        fully_shard(unit)
+    for _ in range(2):
+        loss(module).backward()
+    return module
+
+
+def evaluates(on_all: bool, rank: int, world: int) -> None:
+    """Evaluate in the middle of a step, on rank 0 or on all ranks."""
+    module = trained()
+    training = loss(module)
+    if on_all or rank == 0:
+        loss(module)
+    training.backward()
+
+
+@remedy("outside of `if rank == 0:`", "every rank must run the same units in the same order, after the same", ranks=0)
+def evaluation_on_one_rank(rank: int) -> Iterator[Call]:
+    """The model is called on all ranks."""
+
+    def call() -> None:
+        raise RuntimeError(run_apart(partial(evaluates, False), 2)[1].error)
+
+    yield call
+    assert [ended.status for ended in run_apart(partial(evaluates, True), 2)] == [0, 0]
+
+
+def gathers(on_all: bool, rank: int, world: int) -> None:
+    """Gather a weight, on rank 0 or on all ranks, and come to a barrier."""
+    module = trained()
+    if not on_all:
+        until_logged("waits for other ranks", range(world))
+    if on_all or rank == 0:
+        module[0].weight.full_tensor()  # type: ignore[operator, union-attr]
+    dist.barrier()
+
+
+@remedy("A full tensor, a full state dict, an evaluation and a barrier need all ranks: call them outside of", ranks=0)
+def full_tensor_on_one_rank(rank: int) -> Iterator[Call]:
+    """It is called on all ranks."""
+
+    def call() -> None:
+        raise RuntimeError(run_apart(partial(gathers, False), 2)[1].output)
+
+    yield call
+    assert [ended.status for ended in run_apart(partial(gathers, True), 2)] == [0, 0]
+
+
+# ---- shards where full parameters are needed ----
+
+
+class Encoder(nn.Module):
+    """It has a method beside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute with a parameter of this unit."""
+        return self.layer(x).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x)
+
+
+def encoder() -> Encoder:
+    """Return a sharded one, the same on each rank."""
+    torch.manual_seed(0)
+    return fully_shard(Encoder(), mesh=mesh_1d())
+
+
+@remedy("call fsdp2.register_fsdp_forward_method(module, ")
+def method_beside_forward(rank: int) -> Iterator[Call]:
+    """The method is registered, or its parameter is used inside use_weights."""
+    x = torch.ones(2, 8)
+    expected = encoder()(x)
+    yield _explained(lambda: encoder().encode(x))
+    module = encoder()
+    fsdp2.register_fsdp_forward_method(module, "encode")
+    torch.testing.assert_close(module.encode(x), expected)
+    module = encoder()
+    with fsdp2.use_weights(module):
+        torch.testing.assert_close(module.encode(x), expected)
+
+
+@remedy("use it inside `with fsdp2.use_weights(module):`, where module is the one")
+def weight_outside_of_forward(rank: int) -> Iterator[Call]:
+    """It is used inside use_weights, or its module is called."""
+    x = torch.ones(2, 8)
+    expected, module = encoder()(x), encoder()
+    yield _explained(lambda: F.linear(x, module.layer.weight))
+    with fsdp2.use_weights(module):
+        torch.testing.assert_close(F.linear(x, module.layer.weight, module.layer.bias).tanh(), expected)
+    torch.testing.assert_close(module(x), expected)
+
+
+def _explained(call: Call) -> Call:
+    """Return ``call``, whose error is explained: before Python 3.12 nobody does so until it is shown."""
+
+    def explained() -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            hints.explain(error, hints._all_groups())
+            raise
+
+    return explained

@@ -68,7 +68,9 @@ def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
     owners = {_memory(param.full): unit for group, unit in used.items() for param in group.params}
 
     def pack(tensor: torch.Tensor) -> Any:
-        return tensor, owners.get(_memory(tensor))
+        owner = owners.get(_memory(tensor))
+        # A node that saves its own result (tanh, a softmax) would be held by it, and without a backward never be freed.
+        return tensor if owner is not None else tensor.detach(), owner
 
     def unpack(packed: Any) -> torch.Tensor:
         tensor, owner = packed

@@ -86,6 +86,18 @@ def test_weights_in_the_dtype_of_computation_without_a_forward_before(rank, worl
 
 
 @on_ranks(2)
+def test_a_loss_without_a_backward_frees_the_model(rank, world):
+    """A node that saves its own result was held by it: a fused loss that nobody took a backward of, as in a validation,
+    kept the whole model in memory for ever. The pool looks for modules that are still alive."""
+    model = made()
+    fsdp2.fully_shard(model)
+    inputs, targets = batch(0, rank)
+    with fsdp2.use_weights(model.head):
+        loss = F.cross_entropy(F.linear(model(inputs), model.head.weight).tanh(), targets)
+    assert loss.requires_grad
+
+
+@on_ranks(2)
 def test_weights_of_a_plain_module_are_refused(rank, world):
     with pytest.raises(ValueError, match="no parameter of Speaker is managed by fsdp2.fully_shard"):
         with fsdp2.use_weights(made()):

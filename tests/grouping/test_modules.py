@@ -207,9 +207,7 @@ def test_pickling_is_refused(rank, world):
             lambda thing: torch.save(thing, io.BytesIO()),
             lambda thing: pickle.dumps(thing, 2),
         ):
-            with pytest.raises(
-                TypeError, match=r"cannot pickle (Net|Block): .*state_dict\(\).*load_state_dict\(\)"
-            ):
+            with pytest.raises(TypeError, match=r"cannot pickle (Net|Block): .*state_dict\(\).*load_state_dict\(\)"):
                 attempt(thing)
     twin = copy.deepcopy(nn.Sequential(module))[0]
     assert fsdp2.fsdp_modules(twin)[1:] == [twin.get_submodule(name) for name in BLOCKS]

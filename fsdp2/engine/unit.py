@@ -196,7 +196,7 @@ class FSDPState(ComposableState):
         self._registrations = hooks.registrations
         # While summon_full_params shows parameters of the unit: the reason why forward cannot compute with them, "" if
         # it can. It is not on the groups, because it depends on all of them, and a unit without parameters has none.
-        self.summoned: str | None = None
+        self.why_no_forward: str | None = None
         _live.add(self)
 
     @property
@@ -221,7 +221,7 @@ class FSDPState(ComposableState):
     @outside_dynamo_and_modes(lambda unit: unit.outer_modes)
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
         """Gather, cast inputs, and put hooks on inputs for the moment when backward has their gradients."""
-        if self.summoned is not None:
+        if self.why_no_forward is not None:
             self._check_summoned()
             return args, kwargs
         call, first = self._enter(module)
@@ -411,7 +411,7 @@ class FSDPState(ComposableState):
         None within ``summon_full_params``, and if an exception has ended the pass of a call that handled it.
         """
         calls = self._calls
-        if self.summoned is not None or not calls:
+        if self.why_no_forward is not None or not calls:
             return None
         while calls[-1].kind is CallKind.RECURSIVE and calls_under_way(module) < calls[-1].depth:
             calls.pop()  # left behind by an exception
@@ -481,7 +481,7 @@ class FSDPState(ComposableState):
             RuntimeError: the forward cannot compute with that, or a backward could follow, whose gradients would not be
                 reduced.
         """
-        reason = self.summoned
+        reason = self.why_no_forward
         if torch.is_grad_enabled():
             reason = "a backward could follow, whose gradients would not be reduced; run it under torch.no_grad()"
         if reason:
@@ -518,7 +518,7 @@ class FSDPState(ComposableState):
 
     def reconcile(self) -> None:
         """Take in what others have put on the modules, since that is the truth; who reads parameters calls this."""
-        if self.summoned is None:  # what summon_full_params shows would look like added parameters
+        if self.why_no_forward is None:  # what summon_full_params shows would look like added parameters
             self.notice_added()
         lasting = self.root.running is None  # else it may have been put there for the call that runs
         for group in self.groups:
@@ -550,7 +550,7 @@ class FSDPState(ComposableState):
     @outside_dynamo
     def pre_backward(self, grad: torch.Tensor | None) -> None:
         """Gather for backward, and start the gather of the groups backward meets next."""
-        if self.summoned is not None:
+        if self.why_no_forward is not None:
             for group in self.groups:
                 group.residency.refuse_summoned("backward")
         root = self.root

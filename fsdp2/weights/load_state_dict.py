@@ -198,7 +198,7 @@ def _shard_added(module: nn.Module) -> None:
     units = units_below(module)
     sites = managed_sites(units)
     own = [name for name, param in module._parameters.items() if param is not None]
-    if all(Site(module, name) in sites for name in own) and all(unit.summoned is None for unit in units):
+    if all(Site(module, name) in sites for name in own) and all(unit.why_no_forward is None for unit in units):
         for unit in units:
             unit.notice_added()
 

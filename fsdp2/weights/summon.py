@@ -151,14 +151,14 @@ class _Summoned:
         self.shown: dict[FSDPParam, nn.Parameter] = {}
         self.values: dict[FSDPParam, torch.Tensor] = {}
         self.ending = False  # True: reset_iter_state() may now recover from an interrupt
-        self._before = {unit: unit.summoned for unit in units}
+        self._before = {unit: unit.why_no_forward for unit in units}
 
     def start(self, gradients: dict[FSDPParam, Source]) -> None:
         """Gather and show the parameters. Ranks that show nothing take part in the gathers and keep nothing."""
         for group, params in self.selection.groups.items():
             group.residency.summon(params, self)
         for unit in self._before:
-            unit.summoned = self._why_no_forward(unit)
+            unit.why_no_forward = self._why_no_forward(unit)
         sources = []
         for param in self.selection.managed:
             assert param.data is not None  # just checked
@@ -199,7 +199,7 @@ class _Summoned:
         """Write the recorded values, and restore what the modules showed before, even if writing fails."""
         self.ending = True
         for unit, reason in self._before.items():
-            unit.summoned = reason
+            unit.why_no_forward = reason
         with ExitStack() as stack:
             for group, params in self.selection.groups.items():
                 values = {param: self.values[param] for param in params if param in self.values}

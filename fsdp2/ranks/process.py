@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import queue
@@ -11,7 +10,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from hashlib import sha256
 from multiprocessing.util import Finalize
 from threading import Lock, Thread
 from typing import Any
@@ -117,22 +115,22 @@ class _Process:
             self._incarnations[names] = f"fsdp2/{int(number):x}"
         self._roots[names] += 1
         keys = Keys(self._connections, self._incarnations[names], str(self._roots[names]))
-        self.watch_waits(ranks)
+        self.watch_waits()
         # Not the timeout of the store, which the user may have made shorter for another purpose.
         timeout = max(group_timeout(group, mesh.device) for _, group in axes)
         return Board(keys, self.rank, ranks, timeout.total_seconds(), self.others)
 
-    def watch_waits(self, ranks: tuple[int, ...]) -> None:
-        """Say from now on in the log in what this process waits for long, and where the other ``ranks`` are.
+    def watch_waits(self) -> None:
+        """Say from now on in the log in what this process waits for long, and where all other ranks are.
 
         The keys have no incarnation, which only a collective can agree on: it may be that very one in which ranks wait.
         """
         with self._lock:
             if self._standstill is not None:
                 return
-            name = sha256(json.dumps(ranks).encode()).hexdigest()[:16]
-            keys = Keys(self._connections, "fsdp2/standstill", name)
-            self._standstill = Standstill(keys, self.rank, ranks, self._doing)
+            world = dist.get_world_size()
+            keys = Keys(self._connections, "fsdp2/standstill", str(world))
+            self._standstill = Standstill(keys, self.rank, world, self._doing)
         self._standstill.start()
 
     def end_watch(self) -> None:
@@ -259,7 +257,7 @@ def watch_waits(mesh: DataParallelMesh) -> None:
     process = _this_process() if _enabled and mesh.mesh.size() > 1 else None
     if process is not None:
         try:
-            process.watch_waits(tuple(listed_ranks(mesh.mesh)))
+            process.watch_waits()
         except StoreEnded as error:
             logger.debug("rank %d does not look where others are: %s", process.rank, error)
 

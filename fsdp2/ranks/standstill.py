@@ -108,10 +108,14 @@ def _short(path: str) -> str:
 
 
 class Standstill:
-    """Where this process stands, and what it knows of the other ``ranks``. ``doing`` says what our own passes do."""
+    """Where this process stands, and what it knows of the others. ``doing`` says what our own passes do.
 
-    def __init__(self, keys: Keys, rank: int, ranks: tuple[int, ...], doing: Callable[[], str]) -> None:
-        self._keys, self._rank, self._ranks, self._doing = keys, rank, ranks, doing
+    All ranks of the default process group are asked, whatever their meshes: pipelines and experts wait for each other
+    across these.
+    """
+
+    def __init__(self, keys: Keys, rank: int, world: int, doing: Callable[[], str]) -> None:
+        self._keys, self._rank, self._world, self._doing = keys, rank, world, doing
         self._place = _Place("", False, 0)
         self._since = time.monotonic()
         self._patience = (
@@ -211,7 +215,7 @@ class Standstill:
     def _collect(self, number: int) -> dict[int, _Answer]:
         """Return what each rank answered to this question."""
         answers: dict[int, _Answer] = {}
-        for rank in self._ranks:
+        for rank in range(self._world):
             value = self._keys.get_within(f"at/{rank}", 1.0) if self._keys.has(f"at/{rank}") else None
             to, *answer = (number, _NOT_YET, None) if value is None else json.loads(value)
             answers[rank] = tuple(answer) if to in (number, _ENDED) else (_NO_ANSWER, None)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2._torch.collectives import default_store
@@ -84,6 +85,17 @@ def before_the_first_forward(rank: int, world: int) -> None:
     dist.barrier()
 
 
+def across_meshes(rank: int, world: int) -> None:
+    """Two stages of a pipeline, each sharded over its own ranks: the first rank waits for what the last never sends."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("stage", "shard"))["shard"]
+    model = Three()
+    fsdp2.fully_shard(model, mesh=mesh)
+    until_logged("waits for other ranks", range(1))
+    if rank == 0:
+        dist.recv(torch.ones(1), world - 1)
+    default_store().clone().wait(["logged/0"])
+
+
 def without_checks(rank: int, world: int) -> None:
     """One rank waits for the other one, and nobody wants to know."""
     model = Three()
@@ -133,6 +145,15 @@ def test_a_collective_of_one_rank_before_the_first_forward():
     line = rf"^rank 1 waits for other ranks\. Rank 1: in full_tensor\(\), at {place}, for \d+ s; rank 0: at .*$"
     found = re.search(line, ended.output, re.MULTILINE)
     assert ended.status == 0 and found and REMEDY in found[0], ended
+
+
+def test_a_wait_across_meshes():
+    """The ranks of its own mesh were asked, and the one that it waits for is not among them."""
+    ended = run_apart(across_meshes, 4)[0]
+    lines = [f"{os.path.relpath(HERE)}:{line_of(across_meshes, text)}" for text in ("dist.recv", "clone().wait")]
+    waits, elsewhere = map(re.escape, lines)
+    line = rf"rank 0 waits for other ranks\. Rank 0: in recv\(\), at {waits}, for \d+ s; rank 1, 2, 3: at {elsewhere}\."
+    assert re.search(line, ended.output), ended
 
 
 def test_without_checks_nobody_watches():
@@ -256,7 +277,7 @@ def test_a_rank_that_goes_on_is_not_one_that_waits(monkeypatch):
     monkeypatch.setattr(standstill, "_frames", lambda: itertools.dropwhile(before_torch, frames()))
     monkeypatch.setattr(standstill, "time", SimpleNamespace(monotonic=lambda: now))
     keys = Keys(Connections(dist.HashStore()), "job", "standstill")
-    looks, ones = Standstill(keys, 0, (0, 1), str), torch.ones(1).as_subclass(Calls)
+    looks, ones = Standstill(keys, 0, 2, str), torch.ones(1).as_subclass(Calls)
 
     def look() -> None:
         nonlocal now, left

@@ -78,7 +78,8 @@ def main(arguments: Sequence[str]) -> int:
     if not given.module and given.program in _SUBCOMMANDS:
         return _SUBCOMMANDS[given.program](rest)
     if not given.module and not os.path.exists(given.program):
-        parser.error(f"can't open file {given.program!r}: no such file; -m runs a module")
+        commands = " and ".join(_SUBCOMMANDS)
+        parser.error(f"{given.program!r}: no such file or command; the commands are {commands}, and -m runs a module")
     _run(given.program, rest, module=given.module)
     return 0
 

@@ -102,4 +102,5 @@ def test_help_and_what_does_not_exist(capsys):
     assert left.value.code == 0 and "torchrun --nproc-per-node 8 -m fsdp2 train.py" in text
     with pytest.raises(SystemExit) as left:
         main(["no/such/file.py"])
-    assert left.value.code == 2 and "'no/such/file.py': no such file" in capsys.readouterr().err
+    said = "'no/such/file.py': no such file or command; the commands are forecast and check, and -m runs a module"
+    assert left.value.code == 2 and said in capsys.readouterr().err

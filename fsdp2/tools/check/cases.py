@@ -241,7 +241,7 @@ def state_on_the_host(trial: Trial) -> None:
 
 
 def weight_sync(trial: Trial) -> None:
-    """Weights sent to a receiver after each step by what has changed, compared with weights gathered at the end"""
+    """weights sent to a receiver after each step by what has changed, compared with weights gathered at the end"""
     model = trial.sharded(Small, partial(shard, mesh=trial.mesh()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     receiver = fsdp2.WeightReceiver()

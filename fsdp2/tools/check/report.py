@@ -194,7 +194,7 @@ class Report:
             if row.text:
                 parts += ["", f"{row.name}: {row.verdict}", *_indented(row.text)]
         if self.figures:
-            head = ["is it good", "fsdp2", "torch's", "ratio", "forecast", ""]
+            head = ["is it good", "fsdp2", "torch's", "ratio", "forecast", "verdict"]
             parts += ["", f"({self.measured})", *_aligned(head, [_figure_cells(figure) for figure in self.figures])]
             parts += _wrapped(self._about_memory())
         if self.hardware:

@@ -72,11 +72,11 @@ def compare(
     cases = list(_cases(meshes, settings))
     found = []
     for number, case in enumerate(cases, 1):
-        prefix = f"{number} of {len(cases)}: {case.name}"
+        prefix = f"{number} of {len(cases)}: {case.name}: " if len(cases) > 1 else ""
 
         def report(doing: str, prefix: str = prefix) -> None:
             if progress is not None:
-                progress(f"{prefix}: {doing}")
+                progress(f"{prefix}{doing}")
 
         def made(mesh: Any, arguments: dict[str, Any] = case.arguments) -> Any:
             return build(mesh, **arguments)

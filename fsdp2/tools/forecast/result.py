@@ -105,7 +105,7 @@ class Forecast:
         lines += ["", "sent in a step  launches       bytes"]
         lines += [f"  {c.axis + ' ' + c.kind:<22}{c.launches:>4}  {_size(c.nbytes)}" for c in self.collectives]
         lines += [f"  padding of a gather       {_size(self.padding_bytes)}", ""]
-        lines += [f"step            {self.step_seconds * 1e3:10.2f} ms (a model's estimate)"]
+        lines += [f"step            {self.step_seconds * 1e3:10.2f} ms (estimate)"]
         lines += [f"  compute       {self.compute_seconds * 1e3:10.2f} ms"]
         lines += [f"  exposed       {self.exposed_seconds * 1e3:10.2f} ms of communication"]
         most = sorted(self.exposed_by_unit.items(), key=lambda item: -item[1])[:5]

@@ -72,6 +72,16 @@ def test_figures():
     assert figure == Figure("peak memory allocated", "MiB", 3.0, 2.0, 3.0)
     assert figure.verdict == "more: look" and Report("", figures=[figure]).status == 0
     assert Figure("step", "ms", 1.0, 2.0).verdict == "less" and Figure("step", "ms", 1.0).verdict == ""
+    head = next(line for line in Report("", figures=[figure]).text().splitlines() if line.startswith("is it good"))
+    assert head.split()[-2:] == ["forecast", "verdict"]  # the verdicts stood below nothing
+
+
+def test_rows_begin_alike():
+    """One of them had a capital. Names keep theirs."""
+    assert {about.split()[0] for about in (task.about for task in TASKS.values()) if about[0].isupper()} == {
+        "Muon",
+        "AdamW",
+    }
 
 
 def dump(*threads: str) -> str:

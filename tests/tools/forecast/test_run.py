@@ -212,7 +212,8 @@ def test_command_line(capsys):
     """A table for people, or json; constants can be set."""
     command = [*FORECAST, "--set", "memory_bytes_per_second=1e12", "--link", "8=0.001,2e11"]
     main(command)
-    table = capsys.readouterr().out
+    table, progress = capsys.readouterr()
+    assert progress.splitlines()[0] == "building"  # it was "1 of 1: shard 8: building"
     for text in ("one rank of shard 8", "optimizer state", "shard all_gather", "8 ranks: 1 ms, 2e+11"):
         assert text in table
     assert "memory_bytes_per_second = 1e+12" in table

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2.optim.whole import fingerprint as module
 from fsdp2.optim.whole.fingerprint import fingerprint
@@ -27,23 +28,52 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
     "the sign of a zero": lambda values: values[3].neg_(),
     "two places": lambda values: values[:2].copy_(values[:2].flip(0)),
     "far places": lambda values: values.copy_(values.roll(8)),
+    "every second sign": lambda values: values[1::2].neg_(),
+    "some of the signs": lambda values: values[3::4].neg_(),
     "a scale": lambda values: values.mul_(0.5),
     "zeros": lambda values: values.zero_(),
 }
 
 
-@pytest.mark.parametrize("at_once", [1 << 20, 8, 3])
+@pytest.mark.parametrize(("at_once", "columns", "first"), [(1 << 20, 3, 0), (8, 3, 0), (8, 5, 2), (7, 3, 1), (3, 9, 1)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_shows(change, at_once, monkeypatch):
-    """Whether bits are widened all at once or in pieces."""
+def test_a_change_shows(change, at_once, columns, first, monkeypatch):
+    """Whether bits are widened all at once, or summed in a table, or widened in pieces because they begin at an odd
+    place; the table may have no rows, and elements may be left over."""
     monkeypatch.setattr(module, "_AT_ONCE", at_once)
-    values = torch.randn(16, generator=torch.Generator().manual_seed(0)) * 1e4
+    monkeypatch.setattr(module, "_COLUMNS", columns)
+    values = torch.randn(16 + first, generator=torch.Generator().manual_seed(0))[first:] * 1e4
     values[1] = values[2] = 1e-30
     values[3] = 0.0
     before, same = fingerprint(values), fingerprint(values.clone())
     assert torch.equal(before, same)
     CHANGES[change](values)
     assert not torch.equal(before, fingerprint(values))
+
+
+def test_large_tensors_are_not_widened():
+    """A temporary tensor of 64 bits for each element took seven times the time of reading."""
+    values = torch.randn(module._AT_ONCE + 10)
+    with Largest() as largest:
+        found = [int(fingerprint(values))]
+    assert largest.nbytes <= values.nbytes / 64
+    for part in (values[-1:], values[77:78], values[1::2], values[1 << 19 :][1::4], values.view(torch.float64)):
+        part.neg_()
+        found.append(int(fingerprint(values)))
+    assert len({*found}) == len(found) == 6
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operator makes, views left out."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        addresses = {one.untyped_storage().data_ptr() for one in args if isinstance(one, Tensor)}
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in addresses:
+            self.nbytes = max(self.nbytes, out.nbytes)
+        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
@@ -57,8 +87,11 @@ def test_every_dtype_of_gradients(dtype):
     assert fingerprint(values[:0]).item() == 0
 
 
-def test_random_changes_of_two_bits_show():
+@pytest.mark.parametrize("at_once", [1 << 20, 8])
+def test_random_changes_of_two_bits_show(at_once, monkeypatch):
     """Of twenty thousand pairs of bits none hides another."""
+    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    monkeypatch.setattr(module, "_COLUMNS", 7)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(64, generator=generator)
     before = fingerprint(values)

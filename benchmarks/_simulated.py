@@ -228,9 +228,10 @@ class Row:
     tokens: int = 8192
     layers: int = 6
     kind: str = "eager"
-    """eager, compiled, lists (experts are units, prefetched by hand), groups (two in a unit), hybrid, int8 (ours), or a
-    language model of eager blocks: blocks (are units, the root has the rest), ends (are units too), end kept (likewise,
-    the output layer with its norm, which stay after forward)."""
+    """eager, compiled, lists (experts are units, prefetched by hand), groups (two in a unit), hybrid, a copy in each
+    node, or one of these with compression (`COMPRESSED`, ours alone), or a language model of eager blocks: blocks (are
+    units, the root has the rest), ends (are units too), end kept (likewise, the output layer with its norm, which stay
+    after forward)."""
     gigabits: float = 0.0
     """Of a node's network a second; 0 for the hardware's."""
     reduce: str = "fp32"
@@ -268,6 +269,13 @@ class Row:
         return replace(machine, network_bytes_per_second=self.gigabits * 1e9 / 8 / machine.ranks_per_node)
 
 
+COMPRESSED = {
+    "int8": fsdp2.CompressionPolicy(gather=torch.int8, reduce=torch.int8),
+    "int8 gathers": fsdp2.CompressionPolicy(gather=torch.int8),
+    "copy in each node, int8 copies": fsdp2.CompressionPolicy(replicate=torch.int8),
+}
+
+
 def stream_row(
     model: str,
     ranks: int,
@@ -290,7 +298,8 @@ def stream_row(
 
 def measure(row: Row, which: ModuleType, *, calls: bool = False) -> Result:
     """One step of `row` with `which` library: fsdp2 or torch.distributed.fsdp."""
-    sizes = {"replicate": 2, "shard": row.ranks // 2} if row.kind in ("hybrid", "groups") else {"shard": row.ranks}
+    copies = 2 if row.kind in ("hybrid", "groups") else row.ranks // 8 if "copy in each node" in row.kind else 1
+    sizes = {"replicate": copies, "shard": row.ranks // copies} if copies > 1 else {"shard": row.ranks}
     return simulate(lambda mesh: build(row, which, mesh), lambda: data(row), sizes, hardware=row.machine, calls=calls)
 
 
@@ -344,8 +353,8 @@ def build(row: Row, which: ModuleType, mesh: DeviceMesh) -> nn.Module:
     reduce = torch.float32 if row.reduce == "fp32" else torch.bfloat16
     policy = which.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    if row.kind == "int8" and which is fsdp2:
-        options["compression"] = fsdp2.CompressionPolicy(gather=torch.int8, reduce=torch.int8)
+    if row.kind in COMPRESSED and which is fsdp2:
+        options["compression"] = COMPRESSED[row.kind]
     for number in range(row.layers):
         block = Block(shape)
         if row.keep_last and number == row.layers - 1:

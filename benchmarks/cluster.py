@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, replace
 import torch.distributed.fsdp as torchs
 from _common import arguments, markdown, publish
 from _llama import SHAPES
-from _simulated import LANGUAGE, MACHINES, Result, Row, alone, least_seconds, measure, stream_row
+from _simulated import COMPRESSED, LANGUAGE, MACHINES, Result, Row, alone, least_seconds, measure, stream_row
 
 import fsdp2
 from fsdp2.tools.forecast.pictures import draw_lanes
@@ -43,7 +43,7 @@ LAYERS = {"8b": 6, "13b": 4, "70b": 4, "moe": 4}
 EXTRA = [
     *(Row("moe", ranks=ranks, kind="lists") for ranks in (8, 64)),
     *(Row(ranks=64, kind=kind) for kind in ("groups", "hybrid")),
-    *(Row(ranks=64, kind=kind, gigabits=25) for kind in ("eager", "int8")),
+    *(Row(ranks=64, kind=kind, gigabits=25) for kind in ("eager", "copy in each node", *COMPRESSED)),
     *(Row(ranks=ranks, tokens=tokens, kind=kind) for tokens in (1024, 8192) for kind in LANGUAGE for ranks in RANKS),
 ]
 """Experts that are units of their own, two meshes in a unit, replicas, a slow network with compression, and language

@@ -1,8 +1,8 @@
 """A Muon step on whole matrices: `use_full_params`, `overlap_backward`, torch's Muon, and owner placement.
 
 Modelled: the matrices of 32 layers of Llama 8B, and the experts of four layers of a mixture, float32, on 8, 64 and 512
-ranks of H100s. The code runs as it is on one simulated rank, the one with most to do. Pieces of matrices travel
-at the rate of a rank's own network link (37.5 GB/s between nodes). *Owner placement* keeps every matrix whole on one
+ranks of H100s. The code runs as it is on one simulated rank, the one with most to do. Between nodes, pieces of matrices
+travel at the rate of a rank's own share of the network (37.5 GB/s). *Owner placement* keeps every matrix whole on one
 rank: its row is the time of the optimizer's kernels alone.
 
 Measured: a GPT on two and four gloo processes, whose matrices Muon trains. The candidates live in the same processes
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,13 +30,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp2 import use_full_params
 from fsdp2.optim.whole.owners import assign_owners, default_cost
 from fsdp2.tools.forecast.clock import Clock
-from fsdp2.tools.forecast.cost import H100
 from fsdp2.tools.forecast.rank import simulated_rank
 
 WIDTH, LAYERS, WORLDS, RANKS = 384, 4, (2, 4), (8, 64, 512)
 NAMES = ("torch", "whole", "overlap", "alone")
-EXCHANGE = replace(H100, links=(H100.links[0], *(replace(one, bytes_per_second=37.5e9) for one in H100.links[1:])))
-"""Between nodes each rank has a link of its own. A ring shares it with the ranks of its node, an exchange does not."""
 
 
 # ---- modelled ----
@@ -82,7 +78,7 @@ def muon(params: list[Any], whole: Callable[..., Any] | None = None, **options: 
 
 def modelled(name: str, shape: Shape, layers: int, ranks: int) -> dict[str, float]:
     """Milliseconds of a step, and the bytes that arrive at this rank in a step and in backward besides reductions."""
-    clock = Clock(H100 if name == "torch" else EXCHANGE)
+    clock = Clock()
     fully_shard = candidates()["theirs" if name == "torch" else "ours"]
     with torchs_streams(clock), simulated_rank({"shard": ranks}, clock) as mesh:
         model = Model(shape, layers)

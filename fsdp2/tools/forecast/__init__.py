@@ -16,5 +16,6 @@ rank       one rank of a simulated job, and errors for code that cannot run ther
 memory     the live storages and their purposes
 clock      simulated streams whose kernels take time
 timeline   a step: its spans, waits and memory over time
+moving     what a collective moves
 cost       the time of a kernel or a collective
 """

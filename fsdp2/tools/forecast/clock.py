@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from fsdp2._torch.forecast import (
     FakeTensor,
     TorchDispatchMode,
@@ -23,10 +21,10 @@ from fsdp2._torch.forecast import (
     operator_arguments,
     operator_returns,
     storage_key,
-    unboxed_group,
     unset_fake_temporarily,
 )
-from fsdp2.tools.forecast.cost import H100, Hardware, nbytes_of, tensors_in
+from fsdp2.tools.forecast.cost import H100, Hardware, tensors_in
+from fsdp2.tools.forecast.moving import Moving, moving_functional, moving_in_group
 from fsdp2.tools.forecast.timeline import COMPUTE, Exposed, Span, axis_name
 
 __all__ = ["Clock", "Event", "Ranges", "Stream"]
@@ -249,73 +247,34 @@ class Clock(TorchDispatchMode):
         if seconds:
             self.spans.append(Span(stream.name, kind, begin, stream.time, self.unit))
 
-    def _communicate(
-        self, kind: str, nbytes: int, group: dist.ProcessGroup, lane: str, ready: float, *, with_own: bool = True
-    ) -> float:
-        """Add a collective after the others of ``group``, by default on a lane of its own; return its end.
-
-        ``nbytes`` include the part that this rank keeps, unless ``with_own`` is False.
-        """
-        factor = 2 if kind == "all_reduce" else 1
-        counted = factor * nbytes if with_own else nbytes * group.size() / max(group.size() - 1, 1)
-        seconds = self.hardware.collective_seconds(counted, dist.get_process_group_ranks(group))
-        name = group.group_name
-        axis = self.axes.get(name) or axis_name(group)
+    def _communicate(self, moving: Moving, lane: str, ready: float) -> float:
+        """Add a collective after the others of its group, by default on a lane of its own; return its end."""
+        name = moving.group.group_name
+        axis = self.axes.get(name) or axis_name(moving.group)
         begin = max(ready, self.host, self._free.get(name, 0.0))
-        self._free[name] = begin + seconds
-        span = Span(lane or axis, kind, begin, begin + seconds, self.owner, nbytes, group.size(), axis)
-        self.spans.append(span)
-        return span.end
+        end = self._free[name] = begin + moving.seconds
+        size = moving.group.size()
+        self.spans.append(Span(lane or axis, moving.kind, begin, end, self.owner, moving.nbytes, size, axis))
+        return end
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Count the bytes of a process group's collective without sending anything."""
-        named = {argument.name: value for argument, value in zip(operator_arguments(func), args)} | kwargs
-        group = unboxed_group(named["process_group"])
-        name = func.overloadpacket.__name__
-        kind = _KINDS.get(name, name.strip("_"))
-        whole = args[1] if kind == "reduce_scatter" else args[0]
         stream = self._current[-1]
-        nbytes = sum(map(nbytes_of, tensors_in(whole)))
-        sizes = named.get("output_split_sizes")
-        with_own = not sizes or sizes[group.rank()] > 0
-        stream.time = self._communicate(kind, nbytes, group, stream.name, stream.time, with_own=with_own)
+        moving = moving_in_group(func, args, kwargs, self.hardware)
+        stream.time = self._communicate(moving, stream.name, stream.time)
         outputs = [finished_work() if "Work" in str(value.type) else args[0] for value in operator_returns(func)]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _functional(self, func: Any, args: Any, out: Any) -> None:
         """Let a functional collective run in parallel with compute until ``wait_tensor``."""
-        name, stream = func.overloadpacket.__name__, self._current[-1]
-        keys = [storage_key(tensor) for tensor in tensors_in(args if name == "wait_tensor" else out)]
-        if name == "wait_tensor":
+        waits, stream = func.overloadpacket.__name__ == "wait_tensor", self._current[-1]
+        keys = [storage_key(tensor) for tensor in tensors_in(args if waits else out)]
+        if waits:
             stream.wait_event(Event(self, max((self._ready.pop(key, 0.0) for key in keys), default=0.0)))
             return
-        kind = next((kind for part, kind in _FUNCTIONAL.items() if name.startswith(part)), None)
-        if kind is None:
-            return  # an operator that only wraps a tensor
-        group = unboxed_group(args[-1])
-        nbytes = sum(map(nbytes_of, tensors_in(args if kind == "reduce_scatter" else out)))
-        end = self._communicate(kind, nbytes, group, "", stream.time)
-        self._ready.update(dict.fromkeys(keys, end))
-
-
-_KINDS = {
-    "_allgather_base_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "allgather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "alltoall_base_": "all_to_all",
-    "alltoall_": "all_to_all",
-}
-_FUNCTIONAL = {
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-}
+        moving = moving_functional(func, args, out, self.hardware)
+        if moving is not None:
+            self._ready.update(dict.fromkeys(keys, self._communicate(moving, "", stream.time)))
 
 
 def _in_optimizer() -> bool:

@@ -51,10 +51,10 @@ class Hardware:
     """The constants of a machine.
 
     The time of a kernel is that of its arithmetic or of its memory traffic, whichever is longer. The time of a
-    collective is the latency of its link and the time for the bytes that a rank sends; both are interpolated between
-    the sizes of ``links``. A group with fewer than all ranks of a node shares the node's network with other groups: it
-    has ``network_bytes_per_second`` for each of its ranks there. Host time, contention for multiprocessors and
-    congestion are not modeled.
+    collective is the latency of its link and the time for the bytes that pass a rank; both are interpolated between
+    the sizes of ``links``. Between nodes, a group has ``network_bytes_per_second`` for each of its ranks there; other
+    groups have the rest. A ring uses what all its ranks of a node have together, an all-to-all uses of each rank its
+    own. Host time, contention for multiprocessors and congestion are not modeled.
 
     Raises:
         ValueError: A constant is not a positive number, or there is no link, or more than one for a number of ranks.
@@ -139,17 +139,72 @@ class Hardware:
 
         return Link(ranks, between(low.seconds, high.seconds), between(low.bytes_per_second, high.bytes_per_second))
 
-    def collective_seconds(self, nbytes: float, ranks: Sequence[int]) -> float:
-        """Return the seconds in which ``ranks`` (global ones) send ``nbytes`` to each other, each its part."""
+    def collective_seconds(self, nbytes: float, ranks: Sequence[int], kind: str = "all_gather") -> float:
+        """Return the seconds of a collective of ``ranks`` (global ones) that goes round a ring, as NCCL's do.
+
+        The ring enters and leaves each node once, so the ranks of a node share its network for what goes over one
+        edge of the ring. These are the bytes of an edge, of ``nbytes``, the whole tensor, among n ranks:
+
+        * all_gather, reduce_scatter: each edge passes the pieces of all ranks but one, (n - 1) / n of the bytes
+        * all_reduce: both, one after the other
+        * broadcast, reduce: each edge passes everything
+        * gather, scatter: there is no ring; the root exchanges pieces with the others
+
+        The latency is that of n ranks, one after the other. That of all_reduce and barrier may be less: it goes up and
+        down a binary tree, with the latency of two ranks at every level.
+
+        The factors are those of "busbw" in the documentation of nccl-tests (PERFORMANCE.md), and which algorithm has
+        which number of steps is in NCCL's src/graph/tuning.cc.
+        """
         size = len(ranks)
         if size < 2:
             return 0.0
         link = self.link(size)
+        latency = link.seconds
+        if kind in ("all_reduce", "barrier", "monitored_barrier"):
+            latency = min(latency, 2 * math.log2(size) * self.link(2).seconds)
+        if kind in ("gather", "scatter"):
+            pieces = [nbytes / size] * size
+            return self.exchange_seconds(pieces, pieces, ranks, 0)
+        edge = {"all_reduce": 2 * (size - 1) / size, "broadcast": 1.0, "reduce": 1.0}.get(kind, (size - 1) / size)
+        return latency + nbytes * edge / self._ring_speed(ranks)
+
+    def exchange_seconds(
+        self, received: Sequence[float], sent: Sequence[float], ranks: Sequence[int], rank: int
+    ) -> float:
+        """Return the seconds of an all-to-all of ``ranks`` on the one at index ``rank``.
+
+        ``received`` and ``sent`` are the bytes from and to each of them. What it exchanges with ranks of its node goes
+        over the links inside the node. Beside that, the rest goes over this rank's own share of the node's network: of
+        even rows among n ranks, g of them in the node, (n - g) / n of the bytes. That is g times what a rank of a ring
+        puts on the network. Both directions are used at once, so the larger one counts.
+
+        The latency is that of a ring of as many ranks: there are as many messages as it has steps, and torch sends
+        empty ones too. NCCL starts several at a time, so on many ranks this is an upper limit.
+        """
+        if len(ranks) < 2:
+            return 0.0
+        node = [other // self.ranks_per_node == ranks[rank] // self.ranks_per_node for other in ranks]
+        near, far = 0.0, 0.0
+        for rows in (received, sent):
+            others = [(row, here) for i, (row, here) in enumerate(zip(rows, node)) if i != rank]
+            near = max(near, sum(row for row, here in others if here))
+            far = max(far, sum(row for row, here in others if not here))
+        nodes = len({other // self.ranks_per_node for other in ranks})
+        share = self._ring_speed(ranks) * nodes / len(ranks)
+        inside = self.link(max(sum(node), 2)).bytes_per_second
+        return self.link(len(ranks)).seconds + max(near / inside, far / share if far else 0.0)
+
+    def message_seconds(self, nbytes: float, ranks: tuple[int, int]) -> float:
+        """Return the seconds of a message from one rank to another: over their node's links, or the sender's share of
+        its node's network, with the latency of two ranks."""
+        return self.link(2).seconds + nbytes / self._ring_speed(ranks)
+
+    def _ring_speed(self, ranks: Sequence[int]) -> float:
+        """Return the bytes per second over each edge of a ring of ``ranks``."""
+        speed = self.link(len(ranks)).bytes_per_second
         nodes = len({rank // self.ranks_per_node for rank in ranks})
-        speed = link.bytes_per_second
-        if nodes > 1:
-            speed = min(speed, self.network_bytes_per_second * size / nodes)
-        return link.seconds + nbytes * (size - 1) / size / speed
+        return speed if nodes == 1 else min(speed, self.network_bytes_per_second * len(ranks) / nodes)
 
     def kernel_seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
         """Return the seconds of one operator."""

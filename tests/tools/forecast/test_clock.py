@@ -109,6 +109,116 @@ def test_links():
     assert H100.collective_seconds(1 << 30, range(0, 64, 8)) > 5 * H100.collective_seconds(1 << 30, range(8))
 
 
+GB, SHARE = 1e9, 37.5e9
+INSIDE = {8: 360e9, 16: 300e9, 64: 300e9, 512: 300e9}
+"""Bytes per second of an edge of a ring: the links of a node, else what its eight ranks have together."""
+
+
+@pytest.mark.parametrize("size", [8, 16, 64, 512])
+def test_bytes_of_a_ring(size):
+    """Its ranks share the network of a node, which the ring enters once: every edge passes all that the kind needs."""
+    machine = without_latency(H100)
+    edge = GB / INSIDE[size]
+    for kind, share in {
+        "all_gather": (size - 1) / size,
+        "reduce_scatter": (size - 1) / size,
+        "all_reduce": 2 * (size - 1) / size,
+        "broadcast": 1,
+        "reduce": 1,
+    }.items():
+        assert machine.collective_seconds(GB, range(size), kind) == pytest.approx(edge * share, rel=1e-6), kind
+
+
+@pytest.mark.parametrize("size", [8, 16, 64, 512])
+def test_bytes_of_an_exchange(size):
+    """Each rank has its own share of the network for (n - 8) / n of its bytes, which a ring would pass eight times as
+    fast; beside it, the links inside the node take the rest. Charged like a ring, an exchange was too fast."""
+    machine = without_latency(H100)
+    rows = [GB / size] * size
+    seconds = machine.exchange_seconds(rows, rows, range(size), 3)
+    near, far = GB * 7 / size / 360e9, GB * (size - 8) / size / SHARE
+    assert seconds == pytest.approx(max(near, far), rel=1e-6)
+    ring = machine.collective_seconds(GB, range(size), "all_gather")
+    assert seconds / ring == pytest.approx({8: 1, 16: 4.27, 64: 7.11, 512: 7.89}[size], rel=0.01)
+    pieces = machine.collective_seconds(GB, range(size), "scatter")
+    assert pieces == machine.collective_seconds(GB, range(size), "gather") == pytest.approx(seconds)
+
+
+def test_uneven_exchanges():
+    """What a rank keeps costs nothing, directions overlap, and it matters on which node the others are."""
+    machine, ranks = without_latency(H100), range(16)
+
+    def seconds(received: dict[int, float], sent: dict[int, float]) -> float:
+        rows = [[one.get(rank, 0.0) for rank in ranks] for one in (received, sent)]
+        return machine.exchange_seconds(rows[0], rows[1], ranks, 9)
+
+    assert seconds({9: GB}, {9: GB}) == 0
+    assert seconds({8: GB}, {15: GB / 2}) == pytest.approx(GB / 360e9)
+    assert seconds({8: GB}, {0: GB}) == pytest.approx(GB / SHARE)
+    assert seconds({0: GB / 2, 7: GB / 2}, {0: GB}) == pytest.approx(GB / SHARE)
+    slow = replace(machine, links=(machine.links[0], Link(16, 0.0, 30e9)))
+    assert slow.exchange_seconds([GB / 16] * 16, [0.0] * 16, ranks, 9) == pytest.approx(GB / 2 / (30e9 / 8))
+    assert machine.exchange_seconds([GB], [GB], [3], 0) == 0
+
+
+def test_messages_and_trees():
+    """A message takes the link of two ranks; a small all-reduce goes up and down a tree, where a ring has more steps.
+
+    An all-reduce of a few numbers over 512 ranks was charged 2.2 ms, the latency of a ring.
+    """
+    first = H100.link(2).seconds
+    assert H100.message_seconds(GB, (0, 1)) == pytest.approx(first + GB / 360e9)
+    assert H100.message_seconds(GB, (0, 8)) == pytest.approx(first + GB / SHARE)
+    latencies = {size: H100.collective_seconds(0, range(size), "all_reduce") for size in (2, 8, 64, 512)}
+    assert latencies == {
+        2: first,
+        8: H100.link(8).seconds,
+        64: pytest.approx(12 * first),
+        512: pytest.approx(18 * first),
+    }
+    assert H100.collective_seconds(0, range(512)) == H100.link(512).seconds > 10 * latencies[512]
+
+
+def without_latency(machine: Hardware) -> Hardware:
+    """Return the machine with links without latency."""
+    return replace(machine, links=tuple(replace(link, seconds=0.0) for link in machine.links))
+
+
+def test_an_exchange_has_the_bytes_of_its_rows():
+    """Of process groups and functional ones, even and not: rank 0 keeps the first row."""
+    machine = replace(without_latency(MACHINE), ranks_per_node=2, network_bytes_per_second=1e8)
+    clock, row = Clock(machine), KIB * 4
+    with simulated_rank({"shard": 4}, clock):
+        group, both = dist.group.WORLD, torch.empty(4 * KIB)
+        whole = dict.fromkeys(("even", "uneven", "functional", "list", "send", "broadcast"), 0.0)
+        for name in whole:
+            begin = clock.begin()
+            if name == "even":
+                dist.all_to_all_single(both, torch.empty_like(both))
+            elif name == "uneven":
+                dist.all_to_all_single(both, torch.empty_like(both), [KIB, 3 * KIB, 0, 0], [KIB, 3 * KIB, 0, 0])
+            elif name == "functional":
+                out = torch.ops._c10d_functional.all_to_all_single(both, [KIB] * 4, [KIB] * 4, group.group_name)
+                torch.ops._c10d_functional.wait_tensor(out)
+            elif name == "list":
+                dist.all_to_all([*both.chunk(4)], [*torch.empty_like(both).chunk(4)])
+            elif name == "send":
+                dist.send(both, 2)
+            else:
+                dist.broadcast(both, 1)
+            whole[name] = clock.now - begin
+        assert [span.kind for span in clock.spans] == ["broadcast"]
+    even = pytest.approx(2 * row / 1e8, rel=1e-3)  # two rows go to the other node
+    assert whole == {
+        "even": even,
+        "uneven": pytest.approx(3 * row / 1e9, rel=1e-3),
+        "functional": even,
+        "list": even,
+        "send": pytest.approx(4 * row / 1e8, rel=1e-3),
+        "broadcast": pytest.approx(4 * row / 2e8, rel=1e-3),
+    }
+
+
 def test_constants_are_checked_where_they_are_made():
     """Whoever makes them: a file, an option, or a script. A link without latency is one (the demo's has none)."""
     ideal = Hardware(links=(Link(8, 0.0, 1e9), Link(2, 1e-4, 1e9)))

@@ -26,9 +26,9 @@ from tests.support.composition import FEATURES, OUT_OF_REACH  # noqa: E402
 HEAD = """<!-- Written by docs/make_compositions.py from the decorators of the tests; do not edit. -->
 # Feature combinations
 
-Each row names a feature and the features that are tested together with it, on 2, 4 or 8 gloo processes. The tests
+Each line names a feature and the features that are tested together with it, on 2, 4 or 8 gloo processes. The tests
 compare losses, gradients and weights with torch's `fully_shard` under the same plan, or with a single process if torch
-raises an error. The features of the last table raise an error together, at least in the form that the table describes.
+raises an error. The features of the table at the end raise an error together, at least in the form that it describes.
 """
 
 REST = f"""A pair that is in neither has no test of its own. Random programs combine it, unless it has one of these
@@ -83,18 +83,18 @@ def named(features: frozenset[str]) -> str:
 
 
 def partners(found: list[Combination]) -> Iterator[str]:
-    """Yield the rows of the table: each feature, what it means, and what it is tested with."""
+    """Yield the lines of the list: each feature, what it means, and what it is tested with."""
     works = pairs([one for one in found if not one.by])
     for row, meaning in FEATURES.items():
         others = [other for other in FEATURES if other != row and frozenset([row, other]) in works]
-        yield f"| **{row}** | {meaning} | {', '.join(others)} |"
+        yield f"* **{row}**: {meaning}. With {', '.join(others)}."
 
 
 def text() -> str:
     """Return the whole document."""
     found = everything()
     lines = [HEAD, fill(REST, 120)]
-    lines += ["\n## Tested together\n", "| feature | meaning | tested together with |", "|---|---|---|"]
+    lines += ["\n## Tested together\n"]
     lines += partners(found)
     lines += ["\n## Refused\n", "| together | by | why |", "|---|---|---|"]
     who = {"torch": "torch only", "fsdp2": "fsdp2", "both": "torch and fsdp2"}

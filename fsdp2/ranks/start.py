@@ -14,6 +14,7 @@ from fsdp2.ranks.board import Board
 
 __all__ = ["Line", "compare", "options_of"]
 
+_START = (0, 0)  # the position before all passes
 _PLAN, _VALUES = 1, 2  # meetings that follow if the first one, 0, finds a difference
 
 
@@ -67,10 +68,10 @@ def compare(
     )
     values = [[group.params[0].name, group.initial[0]] for group in shared if group.initial[1] == group.store.writes]
     seen = zlib.crc32(repr(values).encode())
-    if board.meet(0, f"{plan.digests(0, 0)} {seen}", plan) is not None:
+    if board.meet(0, f"{plan.lines()} {seen}", plan) is not None:
         return 1
     board.look(plan, shows=False)  # the meeting may have ended because a rank failed
-    if board.meet(_PLAN, str(plan.digests(0, 0)), plan) is None:
+    if board.meet(_PLAN, str(plan.lines()), plan) is None:
         board.raise_difference(plan)
     want = json.dumps(values)
     text = board.choose(_VALUES, want, plan, _other_values)
@@ -87,9 +88,15 @@ class _Plan:
 
     def position(self) -> tuple[int, int]:
         """Return the position before all collectives."""
-        return 0, 0
+        return _START
 
-    def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int]:
+    def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
+        """Return a number for each line; None later, where a rank may be that has left the meeting before this one."""
+        if (epoch, number) != _START:
+            return None
+        return self.lines()
+
+    def lines(self) -> list[int]:
         """Return a number for each line."""
         return [zlib.crc32(line.compared.encode()) for line in self._lines]
 

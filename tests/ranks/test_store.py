@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -247,6 +249,43 @@ def test_an_error_names_its_rank_once() -> None:
             compare(boards[1], Model(boards[1], 1), [], PassKind("forward"), RuntimeError(text))  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=text if text.startswith("rank") else f"^rank 1: {text}$"):
             boards[0].look(SimpleNamespace(position=lambda: None), shows=False)  # type: ignore[arg-type]
+
+
+class LateStore(CountingStore):
+    """That of a rank whose first wait for a meeting runs out while the ``others`` end the meeting and go on."""
+
+    others: Callable[[], None] | None = None
+
+    def get(self, key: str, seconds: float | None = None) -> bytes:
+        if self.others is not None and "/go/" in key:
+            others, self.others = self.others, None
+            others()
+            time.sleep(0.002)  # longer than the wait: an earlier error would be another one
+            raise dist.DistStoreError("wait timeout")
+        return super().get(key, seconds)
+
+
+def test_a_rank_that_wakes_late_from_the_first_meeting() -> None:
+    """It looked at the board, where another showed what it did after the meeting: "different models", on equal ones."""
+    memory, root = Memory(), SimpleNamespace(all_states=[])
+    late = LateStore(memory)
+    boards = [board_on(late, 0, 2), board_on(CountingStore(memory), 1, 2)]
+    model, kind = Model(boards[1], 2), PassKind("forward")
+
+    def goes_on() -> None:
+        meetings = compare(boards[1], root, [], kind, None)  # type: ignore[arg-type]
+        model.monitor = RankMonitor(boards[1], model, lambda job: job(), meetings=meetings)  # type: ignore[arg-type]
+        model.monitor.begin(kind, outermost=True)
+        gather, joins = Collective("gather", model.groups[0]), lambda other, planned: False
+        assert model.monitor.before(gather, optional=False, can_join=joins) is Answer.LAUNCH
+        boards[1].look(model.monitor, shows=True)
+
+    late.others = goes_on
+    with mock.patch.object(board, "_LOOK_SECONDS", (0.001, 0.001)):
+        assert compare(boards[0], root, [], kind, None) == 1  # type: ignore[arg-type]
+    boards[1].look(model.monitor, shows=True)
+    boards[1].leave()
+    assert not memory.values
 
 
 def test_on_a_real_store() -> None:

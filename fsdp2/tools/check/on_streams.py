@@ -45,6 +45,8 @@ def watched(place: Place, watcher: Callable[[], Any]) -> Outcome:
     for program in PROGRAMS:
         if (program.needs_gpu and not place.cuda) or (program.needs_pairs and place.world % 2):
             continue
+        if place.cuda:
+            torch.cuda.empty_cache()  # or blocks of earlier programs would be used instead of what is freed
         run = _Run(trial, program)
         with watcher() as watching:
             program.do(run)

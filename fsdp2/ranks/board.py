@@ -2,7 +2,7 @@
 
 A *meeting* returns when all ranks have joined it, and tells each of them whether all joined with the same collectives.
 It costs a rank three operations of the store, for any number of ranks, and leaves no key behind. A rank does not poll
-while it waits: it sleeps in the store. A rank that waits for a long time writes its position and its collectives to the
+while it waits: it sleeps in the store. After two seconds it does, and writes its position and its collectives to the
 *board*, a single key. Other ranks that wait, for a meeting or for a collective, compare the board with their own
 collectives. The first rank that finds a difference collects what all ranks did and writes the error, which every rank
 then raises.
@@ -23,9 +23,9 @@ from fsdp2.ranks.store import HOST_ENDED, Keys, StoreEnded
 __all__ = ["Board", "History", "latest"]
 
 _LOOK_SECONDS = (2.0, 30.0)  # seconds to wait for a meeting before the first look at the board, and between later ones
+_POLL_SECONDS = 0.5  # between looks for the end of a meeting that takes longer than the first of these
 _ANSWER_SECONDS = 4.0  # the time for waiting ranks to answer
 _EXPLAIN_SECONDS = 8.0  # the time to find the reason of a failed collective
-_READ_SECONDS = 1.0  # to read a key that has just been seen, but may have been deleted since
 _COUNT_BITS = 17  # a meeting's counter has the number of ranks in these bits, and the sum of digests above them
 _DIFFER = 1 << _COUNT_BITS
 
@@ -143,9 +143,10 @@ class Board:
         return outcome if same else None
 
     def _wait_for(self, key: str, history: History) -> int:
-        end, seconds = time.monotonic() + self._timeout, _LOOK_SECONDS[0]
+        end = time.monotonic() + self._timeout
         try:
-            while (value := self._keys.get_within(key, seconds)) is None:
+            value = self._keys.get_within(key, _LOOK_SECONDS[0])
+            while value is None:
                 if time.monotonic() > end:
                     others = self._others()
                     others = f"; when it last asked, {others}" if others else ""
@@ -158,15 +159,14 @@ class Board:
                 self.look(history, shows=True)
                 if (ended := self.ended()) and not self._keys.has(key):
                     self.fail(self._without(ended, history))
-                seconds = min(_LOOK_SECONDS[1], end - time.monotonic())
+                value = self._keys.poll(key, min(_LOOK_SECONDS[1], end - time.monotonic()), _POLL_SECONDS)
             return int(value)
         finally:
             self.leave()
 
     def ended(self) -> str:
         """Return the text of a rank that ended, or "" if none did."""
-        # The last rank that reads a failure deletes this key, perhaps between the two calls.
-        return self._keys.get_within("ended", _READ_SECONDS) or "" if self._keys.has("ended") else ""
+        return self._keys.read("ended") or ""
 
     def _without(self, ended: str, history: History) -> str:
         """Return the error text of a rank that waits for one that ended, which says ``ended``."""
@@ -240,7 +240,7 @@ class Board:
     def _look(self, history: History, shows: bool) -> None:
         position, mine = history.position(), ""
         if position is None or not shows:
-            got = self._keys.get_within("board", _READ_SECONDS) or "" if self._keys.has("board") else ""
+            got = self._keys.read("board") or ""
         else:
             mine = json.dumps(
                 {"rank": self.rank, "at": position, "digests": history.digests(*position, shown=True) or []}
@@ -300,7 +300,7 @@ class Board:
         for rank in self.ranks:
             key, seconds = f"did/{rank}", end - time.monotonic()
             # Also after the time limit: the rank may have answered while this one waited for another.
-            text = self._keys.get_within(key, seconds) if seconds > 0 or self._keys.has(key) else None
+            text = self._keys.poll(key, seconds, 0.02)
             if text is not None:
                 texts[rank] = text
         if entry["parted"]:

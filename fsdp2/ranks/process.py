@@ -49,8 +49,9 @@ def set_rank_checks(enabled: bool) -> None:
     """Switch the comparison of ranks on (the default) or off. Call it on all ranks before the first forward.
 
     The comparison costs three operations of the process group's store per rank when a model first runs and when all
-    ranks deviate from earlier iterations. It costs nothing in a repeated iteration, except one look at the store every
-    five seconds, and with NCCL, whose collectives the host does not wait for, every two seconds.
+    ranks deviate from earlier iterations; a rank that then waits for more than two seconds also looks twice a second
+    whether the others have come. It costs nothing in a repeated iteration, except one look at the store every five
+    seconds, and with NCCL, whose collectives the host does not wait for, every two seconds.
 
     Without the comparison, a rank that skips a unit makes the others hang until the process group's timeout or mixes up
     their data. Different models are not detected. ``set_reduce_scatter_unused_params`` does not let a rank skip a unit.

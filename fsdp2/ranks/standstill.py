@@ -174,7 +174,7 @@ class Standstill:
             self._since, self._patience = time.monotonic(), _PATIENCE_SECONDS
             self._answered, self.others, self._launched = 0, "", launched_collectives()
         self._place = place
-        asked = self._keys.get_within("asked", 1.0) if self._keys.has("asked") else None
+        asked = self._keys.read("asked")
         self._question = self._question.seen(int(asked or 0))
         if asked is not None:
             self._answered = int(asked)
@@ -216,7 +216,7 @@ class Standstill:
         """Return what each rank answered to this question."""
         answers: dict[int, _Answer] = {}
         for rank in range(self._world):
-            value = self._keys.get_within(f"at/{rank}", 1.0) if self._keys.has(f"at/{rank}") else None
+            value = self._keys.read(f"at/{rank}")
             to, *answer = (number, _NOT_YET, None) if value is None else json.loads(value)
             answers[rank] = tuple(answer) if to in (number, _ENDED) else (_NO_ANSWER, None)
         return answers

@@ -19,6 +19,9 @@ HOST_ENDED = (
 )
 
 
+_READ_SECONDS = 1.0  # to read a key that has just been seen, but may have been deleted since
+
+
 class StoreEnded(RuntimeError):
     """The process that hosts the store has ended."""
 
@@ -133,6 +136,21 @@ class Keys:
         """Return True if the key exists."""
         with _on_host():
             return self._connections.own.check([f"{self._prefix}/{key}"])
+
+    def poll(self, key: str, seconds: float, pause: float) -> str | None:
+        """Look for a key at intervals of ``pause`` seconds and read it; return None as ``get_within`` does.
+
+        It costs an operation per look, and may be interrupted. A wait in a TCP store costs one in all, but torch logs
+        two lines when its time is over.
+        """
+        end = time.monotonic() + seconds
+        while (value := self.read(key)) is None and (left := end - time.monotonic()) > 0:
+            time.sleep(min(pause, left))
+        return value
+
+    def read(self, key: str) -> str | None:
+        """Read a key; return None if it does not exist."""
+        return self.get_within(key, _READ_SECONDS) if self.has(key) else None
 
     def get_within(self, key: str, seconds: float) -> str | None:
         """Wait for a key and read it; return None if it does not exist within so many seconds."""

@@ -258,6 +258,34 @@ def test_a_failed_collective_is_explained_when_the_process_ends(program, text):
     assert ended.status == 1 and "gloo" in ended.output and text in ended.output, ended
 
 
+def evaluates_late(rank: int, world: int) -> None:
+    """One rank comes late to an evaluation, and the other one looks several times whether there is something to say."""
+    model, looked = trained(), 0
+    board._LOOK_SECONDS = (SOON, SOON)
+    look = board.Board.look
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        nonlocal looked
+        looked += 1
+        if looked == 4:
+            store.set("looked", "")
+        look(*args, **kwargs)
+
+    store, board.Board.look = default_store().clone(), count  # type: ignore[method-assign]
+    if rank == 0:
+        store.wait(["looked"])
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    print("evaluated")
+
+
+def test_a_long_wait_fills_no_log():
+    """torch logs two lines whenever the time of a wait in its store is over: a rank that waited for a minute had six of
+    them beside its own line. It polls after the first."""
+    for ended in run_apart(evaluates_late, 2):
+        assert ended.status == 0 and "evaluated" in ended.output and ended.output.count("waitForInput") <= 2, ended
+
+
 class Calls(torch.Tensor):
     """Ones that call ``at_use`` whenever they are used, by a collective for example."""
 

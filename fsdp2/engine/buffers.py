@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._naming import class_name
 from fsdp2._torch.autograd import functorch_active
-from fsdp2._torch.tensors import address_of, local_tensors, set_versions, storages_of, versions_of
+from fsdp2._torch.tensors import address_of, set_versions, storages_of, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.pieces import part_of
 from fsdp2.comm.streams import Lanes
@@ -115,12 +115,6 @@ class ShardStore:
     def extended(self) -> set[FSDPParam]:
         """The parameters that have an all-gather extension."""
         return set() if self.extensions is None else self.extensions.params
-
-    @property
-    def writes(self) -> int:
-        """A number that grows when a shard is written in place, also through its local tensor."""
-        shards = [param.sharded for param in self.params]
-        return sum(versions_of([*shards, *local_tensors(shards)]))
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options``; if they change how shards are sent, move the shards to a new buffer."""

@@ -23,6 +23,7 @@ from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Site
 from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.residency import Level, Residency
+from fsdp2.engine.stamp import Stamp
 
 __all__ = ["FSDPParamGroup", "UsingPass", "ranks_may_skip"]
 
@@ -49,7 +50,7 @@ class FSDPParamGroup:
         *,
         in_root: bool = False,
         shared: bool = False,
-        initial: tuple[list[float], int | None] = ([], None),
+        initial: tuple[list[float], Stamp] | None = None,
     ) -> None:
         """Make a group of the parameters in ``store``, whose shards ``modules`` or modules below them show.
 
@@ -57,7 +58,7 @@ class FSDPParamGroup:
             notice_backward: Is called when autograd finishes a gradient although no backward entered the group.
             in_root: The group is the root's, which by default stays after forward, as with torch.
             shared: Several units use it, because they tie its parameter.
-            initial: First values, and ``store.writes`` then. Ranks compare these before the first forward, if the
+            initial: First values, and a stamp of the shards then. Ranks compare these before the first forward, if the
                 shards have not been written; only ``fully_shard`` has whole values to take them from.
         """
         self.store = store

@@ -165,6 +165,8 @@ class RootContext(Generic[U]):
         if not self.runs_alone:
             self.observer = make_observer(self, kind, error)
             self._compared = True
+            for group in self.groups:
+                group.initial = None  # it would keep shards in memory that are replaced later
 
     def observer_by_hand(self, units: list[U], kind: PassKind) -> Observer:
         """Return the observer of gathers between passes; before the first forward, of what the caller gathers first."""

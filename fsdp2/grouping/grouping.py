@@ -15,6 +15,7 @@ from fsdp2.engine.extension import has_extension
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor, show
+from fsdp2.engine.stamp import Stamp
 from fsdp2.engine.unit import FSDPState
 from fsdp2.grouping.collect import Found, Managed, collect, move_to
 from fsdp2.grouping.placing import Placed, PlacementFn, place, policy_of_param
@@ -228,7 +229,7 @@ def _make_group(placed: list[Placed], options: GroupOptions, unit: FSDPState) ->
     elif not isinstance(size, (bool, type(None))):
         regroup(mesh.mesh, size)  # makes process groups here, because every rank calls fully_shard
     store = ShardStore(params, mesh, pieces, options)
-    initial = ([], None) if mesh.mesh.size() == 1 else (_first_values(placed[0].found.param), store.writes)
+    initial = None if mesh.mesh.size() == 1 else (_first_values(placed[0].found.param), Stamp(params))
     group = FSDPParamGroup(store, unit.modules, unit.root.comm, unit.notice_backward, initial=initial)
     originals = [p.found.param for p in placed]
     follow_parameters(originals, params)

@@ -82,9 +82,6 @@ class FSDPParamGroup:
         # shards. Backward needs the same ones.
         self._generation = 0
         self._computed_with: list[nn.Parameter | None] = []
-        # The versions of the full parameters before the forward that runs, which must not write to them; empty if that
-        # has no gradients.
-        self._versions_before: list[int] = []
         for param in params:
             param.group = self
 
@@ -278,9 +275,8 @@ class FSDPParamGroup:
         if not run.in_backward and (self._used_by is None or not self._used_by.is_running):
             self._used_by = run
         self._unshard_for_compute(run.launch, in_backward=False)
-        self._versions_before = []
+        self.residency.note_forward()
         if torch.is_grad_enabled():
-            self._versions_before = self.store.full_versions()
             self._generation = self.store.generation
             self._computed_with = [param.sharded for param in self.params]
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
@@ -294,22 +290,10 @@ class FSDPParamGroup:
         Raises:
             RuntimeError: a forward with gradients has changed full parameters in place.
         """
-        if self._versions_before and self._generation == self.store.generation:
-            if self.store.full_versions() != self._versions_before:
-                self._refuse_writes(self.store.changed_since(self._versions_before))
+        self.residency.refuse_written_in_forward()
         self.phases.enter("post_forward")
         if _trace.recording:
             _trace.emit("post_forward", self)
-
-    @staticmethod
-    def _refuse_writes(written: list[str]) -> None:
-        raise RuntimeError(
-            f"{', '.join(written)}: the forward changed it in place, as nn.Embedding(max_norm=...) does. This would be "
-            "lost: the full parameter is a copy that is freed after forward, and each rank changes it for its own "
-            "batch. Take the write out of forward (embedding.max_norm = None) and change the shards after each "
-            "optimizer step instead (under torch.no_grad(): local = weight.to_local(); "
-            "local.copy_(torch.renorm(local, 2, 0, max_norm))), or keep what forward updates in a buffer"
-        )
 
     def release(self, after: bool | int) -> None:
         """Free the parameters after a forward (True), keep them (False), or keep pieces on ``after`` ranks.

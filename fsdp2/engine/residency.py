@@ -95,6 +95,8 @@ class Residency:
         # While summon_full_params shows some of the parameters, nothing is gathered or freed: what is in memory stays
         # there, and is shown again afterwards.
         self.summoned: dict[FSDPParam, Summoning] = {}
+        # While a forward with gradients runs: the generation of the full parameters before it, and their versions.
+        self._before_forward: tuple[int, list[int]] | None = None
         self._forget_memory()
         show(store.params, "shards", over_others=True)
 
@@ -362,6 +364,33 @@ class Residency:
         self._move(Level.FULL)
         self.gathering = None
         self.show("full")
+
+    # ---- a forward, which must not write to full parameters ----
+
+    def note_forward(self) -> None:
+        """Note what the full parameters are before a forward, if it has gradients."""
+        self._before_forward = None
+        if torch.is_grad_enabled():
+            self._before_forward = self.store.generation, self.store.full_versions()
+
+    def refuse_written_in_forward(self) -> None:
+        """End a forward that ``note_forward`` has begun.
+
+        Raises:
+            RuntimeError: it has changed full parameters in place.
+        """
+        if self._before_forward is None:
+            return
+        generation, versions = self._before_forward
+        if generation == self.store.generation and self.store.full_versions() != versions:
+            raise RuntimeError(
+                f"{', '.join(self.store.changed_since(versions))}: the forward changed it in place, as "
+                "nn.Embedding(max_norm=...) does. This would be lost: the full parameter is a copy that is freed after "
+                "forward, and each rank changes it for its own batch. Take the write out of forward "
+                "(embedding.max_norm = None) and change the shards after each optimizer step instead (under "
+                "torch.no_grad(): local = weight.to_local(); local.copy_(torch.renorm(local, 2, 0, max_norm))), or "
+                "keep what forward updates in a buffer"
+            )
 
     # ---- keep ----
 

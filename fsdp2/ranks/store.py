@@ -17,8 +17,6 @@ HOST_ENDED = (
     "the process that hosts the store of the process group (rank 0, unless a launcher does) has ended (its own output "
     "may say why)"
 )
-
-
 _READ_SECONDS = 1.0  # to read a key that has just been seen, but may have been deleted since
 
 

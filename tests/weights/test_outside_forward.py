@@ -305,7 +305,11 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
+        try:
+            return x * self.scale
+        except RuntimeError as error:  # Python 3.12 tells of it here, where the traceback has this frame alone
+            hints.explain(error, hints._all_groups())
+            raise
 
 
 class Encoding(Headed):

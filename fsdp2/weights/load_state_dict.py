@@ -13,7 +13,7 @@ from fsdp2.autograd.hooks import hook_state_dict
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below, managed_sites, units_below
 from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor
-from fsdp2.sharding.spec import placed_alike
+from fsdp2.sharding.spec import ShardedSpec, dtensor_like, placed_alike
 from fsdp2.weights.handed import copies_of_lent, why_unreadable
 from fsdp2.weights.local_pieces import foreign_piece, is_piece
 from fsdp2.weights.names import CHECKPOINTED, COMPILED, clean_name
@@ -61,7 +61,7 @@ def _shard(group: FSDPParamGroup, value: Any, param: FSDPParam, key: str, assign
     if problem := why_unreadable(value):
         raise RuntimeError(f"Error in loading state_dict: {clean_name(key)}: {problem}")
     if is_piece(value):
-        problem = _wrong_piece(value, param, key)
+        problem = _wrong_piece(value, sharded, param.spec, key)
         if problem:
             raise RuntimeError(f"Error in loading state_dict: {problem}")
         local = value["piece"].detach()
@@ -103,11 +103,10 @@ def _adopt_loaded(group: FSDPParamGroup, module: nn.Module, *unused: object) -> 
     group.residency.adopt(lasting=True)
 
 
-def _wrong_piece(value: dict[str, Any], param: FSDPParam, key: str) -> str:
-    """Return the problem with a piece for ``param``, or "" if it is this rank's piece."""
-    assert param.sharded is not None
-    shape, expected = torch.Size(value["shape"]), param.sharded.shape
-    return foreign_piece(value, expected, param.spec, key) if shape == expected else _mismatch(key, shape, expected)
+def _wrong_piece(value: dict[str, Any], tensor: Any, spec: ShardedSpec | None, key: str) -> str:
+    """Return the problem with a piece for ``tensor``, sharded by ``spec``, or "" if it is this rank's piece."""
+    shape = torch.Size(value["shape"])
+    return foreign_piece(value, tensor, spec, key) if shape == tensor.shape else _mismatch(key, shape, tensor.shape)
 
 
 def _mismatch(key: str, got: torch.Size, expected: torch.Size) -> str:
@@ -165,7 +164,11 @@ def before_load_tree(
         if problem := why_unreadable(value):
             problems.append(f"{clean_name(key)}: {problem}")
         elif is_piece(value) and managed is not None:
-            problems.append(_wrong_piece(value, managed, clean_name(key)))  # type: ignore[arg-type]  # a piece is a dict
+            problems.append(_wrong_piece(value, managed.sharded, managed.spec, clean_name(key)))  # type: ignore[arg-type]
+        elif is_piece(value) and isinstance(tensor, DTensor) and not is_managed_tensor(tensor):
+            problems.append(_wrong_piece(value, tensor, None, clean_name(key)))  # type: ignore[arg-type]  # a dict
+            if not problems[-1]:
+                state_dict[key] = dtensor_like(tensor, value["piece"].detach())  # type: ignore[index]
         elif is_piece(value) or (isinstance(value, DTensor) and _is_plain(tensor) and not assign):
             problems.append(
                 f"{clean_name(key)} is not sharded here; got {'a piece' if is_piece(value) else 'a DTensor'}, expected "

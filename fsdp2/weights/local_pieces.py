@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2.sharding.boxes import box_of, box_on_mesh, narrow
+from fsdp2.sharding.boxes import Box, box_of, box_on_mesh, narrow
 from fsdp2.sharding.spec import ShardedSpec, on_this_rank
 
 __all__ = ["foreign_piece", "is_piece", "merge_local_state_dicts", "piece_of"]
@@ -29,17 +29,20 @@ def is_piece(value: object) -> bool:
 
 def piece_of(value: DTensor, spec: ShardedSpec | None, name: str) -> dict[str, Any]:
     """Return the piece of ``value``, sharing its local tensor; ``spec`` is that of a parameter with the same shards."""
-    box = box_of(spec, name) if spec else box_on_mesh(tuple(value.shape), value.device_mesh, value.placements, name)
-    offset = tuple(start for start, _ in box)
+    offset = tuple(start for start, _ in _box(value, spec, name))
     return {"piece": on_this_rank(value).detach(), "shape": tuple(value.shape), "offset": offset}
 
 
-def foreign_piece(value: Mapping[str, Any], shape: Sequence[int], spec: ShardedSpec, name: str) -> str:
-    """Return the problem with ``value`` as this rank's piece of a tensor of ``shape`` sharded by ``spec``, or ""."""
-    box, piece = box_of(spec, name), value["piece"]
+def _box(value: Any, spec: ShardedSpec | None, name: str) -> Box:
+    return box_of(spec, name) if spec else box_on_mesh(tuple(value.shape), value.device_mesh, value.placements, name)
+
+
+def foreign_piece(value: Mapping[str, Any], tensor: Any, spec: ShardedSpec | None, name: str) -> str:
+    """Return the problem with ``value`` as this rank's piece of ``tensor``, which is sharded by ``spec``, or ""."""
+    box, piece = _box(tensor, spec, name), value["piece"]
     right = tuple(value["offset"]) == tuple(start for start, _ in box) or not piece.numel()
     lengths = tuple(length for _, length in box)
-    if right and (tuple(value["shape"]), tuple(piece.shape)) == (tuple(shape), lengths):
+    if right and (tuple(value["shape"]), tuple(piece.shape)) == (tuple(tensor.shape), lengths):
         return ""
     return (
         f"{name} is the piece of shape {tuple(piece.shape)} at {tuple(value['offset'])} of {tuple(value['shape'])}, "

@@ -340,7 +340,7 @@ def _value_to_load(value: Any, place: Place, where: str, *, counter: bool, momen
                 f"{where}: got a piece, expected a whole tensor for a parameter that is not sharded; pass "
                 "fsdp2.merge_local_state_dicts(the list of all ranks' state dicts)"
             )
-        problem = foreign_piece(value, param.shape, managed.spec, where)
+        problem = foreign_piece(value, param, managed.spec, where)
         if problem:
             raise ValueError(problem)
         local = value["piece"].detach()

@@ -242,6 +242,22 @@ def test_a_dataclass_is_copied_without_running_its_init_again() -> None:
     assert new.log == ["made"]
 
 
+@dataclass
+class Output(OrderedDict):
+    """An output with a field that is no item."""
+
+    logits: Any = None
+    hidden: Any = None
+
+    def __post_init__(self) -> None:
+        self["logits"] = self.logits
+
+
+def test_a_dict_that_is_a_dataclass_has_items_and_fields() -> None:
+    new = map_tensors(lambda t: t * 2, Output(torch.ones(2), torch.ones(1)))
+    assert new["logits"].tolist() == [2.0, 2.0] and new.hidden.tolist() == [2.0]
+
+
 def test_a_field_that_was_never_set_is_no_error() -> None:
     tree = OwnInit.__new__(OwnInit)
     assert find_tensors(tree) == []

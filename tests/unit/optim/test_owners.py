@@ -49,6 +49,14 @@ def test_cost_is_even_or_the_largest_matrix(world):
         assert max(counts) - min(counts) <= 1
 
 
+def test_matrices_of_a_stack_share_its_cost():
+    """A matrix that costs more than one of a stack is given away before them."""
+    with fake_mesh(2) as mesh:
+        stack, matrix = sharded(mesh, [(3, 4, 4), (4, 4)])
+        owners = assign_owners([stack, matrix], lambda param: 3.0 if param is stack else 1.2, [3, 1])
+        assert owners == [[0, 1, 1], [0]]
+
+
 @pytest.mark.parametrize(
     "placements", [(Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(0), Shard(1)), (Shard(1), Shard(0))]
 )

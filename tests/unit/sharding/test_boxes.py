@@ -82,3 +82,7 @@ def test_buckets_hold_every_byte_once_and_no_more_than_they_may(tensors, sixteen
 @pytest.mark.parametrize("count", [1, 5])
 def test_what_fits_travels_at_once(count):
     assert len(list(buckets([Entry((4, 4), torch.float32)] * count, 64 * count))) == 1
+
+
+def test_a_large_tensor_fills_its_buckets():
+    assert [sum(part.nbytes for part in parts) for parts in buckets([Entry((64,), torch.float32)], 64)] == [64] * 4

@@ -218,8 +218,8 @@ class Device(TorchDispatchMode):
         if key not in self._memory:
             self._collect()
             begin = storage.data_ptr()
-            found = [memory for _, memory in self._memory.values() if memory.begin <= begin < memory.end]
-            self._memory[key] = (StorageWeakRef(storage), found[0] if found else self._allocate(storage))
+            around = (memory for _, memory in self._memory.values() if memory.begin <= begin < memory.end)
+            self._memory[key] = (StorageWeakRef(storage), next(around, None) or self._allocate(storage))
         return self._memory[key][1]
 
     def _allocate(self, storage: torch.UntypedStorage) -> Memory:

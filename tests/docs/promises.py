@@ -270,7 +270,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "an error names the parameters with both shapes before anything is loaded": (
             STATE + "test_loading.py::test_wrong_shapes",
         ),
-        "Names are always those of the plain model": (STATE + "test_full.py::test_equals_the_plain_models",),
+        "Names are always those of the plain model": (WEIGHTS + "test_save_and_load.py::test_table",),
         "all ranks raise an error before anything is sent": (
             STATE + "test_full.py::test_names_that_the_first_rank_lacks",
         ),

@@ -103,22 +103,6 @@ def test_values(rank, world, how):
     assert isinstance(moment, DTensor) == (how == "sharded") and moment.shape == (8, 8)
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("meta", [False, True])
-def test_loading_between_iterations(rank, world, meta):
-    """Loading reaches the shards of a trained model, and gives one on the meta device rank 0's values: the next forward
-    computes with what was loaded, and training goes on."""
-    source, _ = build(1)
-    whole = get_model_state_dict(source, options=OPTIONS["full_on_cpu" if meta else "full"])
-    target, optimizer = build(2, meta=meta)
-    if not meta:
-        step(target, optimizer, 0)
-    set_model_state_dict(target, whole, options=OPTIONS["broadcast" if meta else "full"])
-    rows = torch.ones(2, 8)
-    torch.testing.assert_close(target(rows), source(rows))
-    assert step(target, optimizer, 0).isfinite()
-
-
 @on_ranks(2)
 def test_optimizer_state_alone(rank, world):
     """The state of an optimizer, ``initial_lr`` of a scheduler included, moves to a new one."""

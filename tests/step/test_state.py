@@ -133,23 +133,6 @@ def test_meta_then_to_empty(rank, world, case, policy, transfer):
     assert all(parameter.grad is not None and not parameter.is_meta for parameter in module.parameters())
 
 
-@on_ranks(1, 2, 4)
-@parametrize_cases("mlp", "smaller_than_world", "transformer")
-def test_meta_then_assign(rank, world, case):
-    """``load_state_dict(assign=True)`` fills a model on the meta device, ties and all."""
-    module, reference = on_meta(case, world), build(CASES[case])
-    mesh = mesh_of(world)
-    values = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in reference.state_dict().items()}
-    if case == "transformer":
-        values["head.weight"] = values["embed.weight"]
-    module.load_state_dict(values, assign=True)
-    inputs = CASES[case].inputs(0)
-    torch.testing.assert_close(module(*inputs), reference(*inputs))
-    step(module, case, rank, world)
-    module.reshard()
-    assert all(parameter.grad is not None for parameter in module.parameters())
-
-
 @on_ranks(2)
 def test_meta_then_replaced_parameters(rank, world):
     """A Parameter set on the module before the first forward is the shard from then on."""

@@ -12,18 +12,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
+from float8_linear import use_float8
 from tests.support.cases import CASES, PARAMETERS
 from tests.support.models import Transformer, mlp
-from tests.support.parity import full, mesh_1d, mesh_2d, on_one_axis, on_two_axes, shard_each
+from tests.support.parity import full, fulls, mesh_1d, mesh_2d, on_one_axis, on_two_axes, shard_each
 
 CASE_NAMES = (
     *("mlp", "mlp_root_only", "mlp_grouped", "transformer", "transformer_grouped", "used_several_times"),
-    *(name for name in PARAMETERS if name not in ("no_parameters", "frozen")),
+    *(name for name in PARAMETERS if name != "no_parameters"),
 )
+
+INT8 = fsdp2.CompressionPolicy(torch.int8, block=16, min_numel=16)
 
 
 def values_of(module: nn.Module, seed: int = 3) -> dict[str, Tensor]:
@@ -45,10 +48,12 @@ def plain(name: str) -> nn.Module:
     return SHARDED[name][0]()
 
 
-def sharded(name: str, *, meta: bool) -> Any:
-    """Return the model of a kind, sharded; with ``meta`` its parameters and buffers have no memory."""
+def sharded(name: str, *, meta: bool, values: Mapping[str, Tensor] | None = None) -> Any:
+    """Return the model of a kind, sharded, with these values; with ``meta`` parameters and buffers have no memory."""
     with torch.device("meta" if meta else "cpu"):
         module = plain(name)
+    if values is not None:
+        module.load_state_dict(values)
     if name in CASES:
         for unit in [*CASES[name].units(module), module]:
             fsdp2.fully_shard(unit, mesh=mesh_1d())
@@ -66,6 +71,24 @@ def with_ignored(module: Any) -> None:
     """Leave two parameters whole, one of them in the root."""
     ignored = {module[0].weight, module[2].bias}
     on_one_axis(module, fsdp2, ignored_params=ignored)
+
+
+def beside_another(module: Any) -> None:
+    """Leave a DTensor of another parallelism as it is."""
+    bias = nn.Parameter(distribute_tensor(module[2].bias.detach(), mesh_1d(), [Shard(0)]))
+    module[2].bias = bias
+    on_one_axis(module, fsdp2, ignored_params={bias})
+
+
+def with_replicated(module: Any) -> None:
+    """Let fsdp2 keep two parameters whole."""
+    fsdp2.fully_shard(module, mesh=mesh_1d(), replicated_params={module[0].weight, module[2].bias})
+
+
+def sent_as_float8(module: Any) -> None:
+    """Let weights be of a class that says what is sent of them."""
+    use_float8(module)
+    on_one_axis(module, fsdp2)
 
 
 def over_tensor_parallelism(module: Any, **options: Any) -> None:
@@ -103,6 +126,7 @@ SHARDED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
         lambda m: on_one_axis(m, fsdp2, shard_placement_fn=last_dim),
     ),
     "hybrid": (linears(5, 3, 1, 8), lambda m: on_two_axes(m, fsdp2)),
+    "over_replicas": (linears(5, 3, 1, 8), lambda m: on_two_axes(m, fsdp2, shard_over_replicas=True)),
     "direct": (
         linears(5, 7, 3),
         lambda m: (
@@ -112,7 +136,11 @@ SHARDED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     ),
     "offloaded": (linears(5, 7, 3), lambda m: on_one_axis(m, fsdp2, offload_policy=CPUOffloadPolicy())),
     "half": (linears(5, 7, 3), lambda m: on_one_axis(m, fsdp2, mp_policy=MixedPrecisionPolicy(torch.bfloat16))),
+    "compressed": (linears(16, 16, 8), lambda m: on_one_axis(m, fsdp2, compression=INT8)),
+    "float8": (linears(5, 7, 3), sent_as_float8),
     "ignored": (lambda: mlp(4, 5, 3), with_ignored),
+    "beside_another": (lambda: mlp(4, 5, 3), beside_another),
+    "replicated": (lambda: mlp(4, 5, 3), with_replicated),
     "parent_not_sharded": (linears(5, 7, 3), lambda m: fsdp2.fully_shard(m[0], mesh=mesh_1d())),
     "checkpointed": (Transformer, checkpointed),
     "compiled": (lambda: mlp(4, 5, 3), compiled),
@@ -125,9 +153,12 @@ SHARDED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "subgroup": (linears(8, 6, 5), lambda m: on_one_axis(m, fsdp2, reshard_after_forward=2)),
 }
 """Kinds of their own: how to build and how to shard the model."""
-NEED_FOUR = ("tensor_parallel", "tensor_parallel_uneven", "tensor_parallel_last_dim", "subgroup")
+NEED_FOUR = (
+    *("hybrid", "over_replicas", "subgroup"),
+    *("tensor_parallel", "tensor_parallel_uneven", "tensor_parallel_last_dim"),
+)
 """Kinds for four ranks only."""
-KINDS = (*CASE_NAMES, *(name for name in SHARDED if name not in ("hybrid", *NEED_FOUR)))
+KINDS = (*CASE_NAMES, *(name for name in SHARDED if name not in NEED_FOUR))
 """Kinds for any number of ranks."""
 
 
@@ -140,7 +171,7 @@ def assert_holds(module: nn.Module, expected: Mapping[str, Tensor]) -> None:
     """Assert that a module holds exactly these values, and nothing on the meta device."""
     state = {cleaned(name): value for name, value in module.state_dict(keep_vars=True).items()}
     assert list(state) == list(expected)
-    found = {name: full(value) for name, value in state.items()}
+    found = fulls(state)
     for name, value in found.items():
         assert not state[name].is_meta and not value.is_meta, name
         assert value.dtype == state[name].dtype and value.shape == expected[name].shape, name

@@ -14,7 +14,7 @@ from tests.support.cases import CASES
 from tests.support.parity import mesh_1d, mesh_2d
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
-from tests.weights.models import KINDS, NEED_FOUR, assert_holds, assert_refused, plain, sharded, values_of
+from tests.weights.models import assert_holds, assert_refused, plain, sharded, values_of
 
 TINY = 100 / 2**20
 """A bucket of 96 bytes: most tensors travel in several."""
@@ -31,15 +31,6 @@ def load(name, rank, *, meta, bucket_mb=64.0, cast=None):
     return module, values
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("meta", ["others", "everywhere"])
-def test_every_kind(rank, world, name, meta):
-    """All values arrive in parts, whatever the parameters are and whoever has memory for them."""
-    module, values = load(name, rank, meta=meta == "everywhere" or rank > 0, bucket_mb=TINY)
-    assert_holds(module, values)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["transformer", "uneven", "buffers", "channels_last"])
 def test_into_memory(rank, world, name):
@@ -48,23 +39,6 @@ def test_into_memory(rank, world, name):
     before = [parameter.to_local().data_ptr() for parameter in module.parameters()]
     fsdp2.broadcast_from_rank0(module, values if rank == 0 else None)
     assert [parameter.to_local().data_ptr() for parameter in module.parameters()] == before
-    assert_holds(module, values)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("name", NEED_FOUR)
-@pytest.mark.parametrize("meta", [False, True])
-def test_over_tensor_parallelism(rank, world, name, meta):
-    """Each rank gets its part of its part."""
-    module, values = load(name, rank, meta=meta, bucket_mb=TINY)
-    assert_holds(module, values)
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("meta", [False, True])
-def test_hybrid_sharding(rank, world, meta):
-    """Every replica gets the values."""
-    module, values = load("hybrid", rank, meta=meta)
     assert_holds(module, values)
 
 

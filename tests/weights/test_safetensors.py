@@ -20,8 +20,6 @@ from tests.support.cases import CASES
 from tests.support.parity import full, mesh_1d, on_one_axis
 from tests.support.pool import on_ranks
 from tests.weights.models import (
-    KINDS,
-    NEED_FOUR,
     assert_holds,
     linears,
     load_new,
@@ -54,13 +52,6 @@ def round_trip(name, rank, folder, **options):
         load_new(name, folder, values, meta=meta)
 
 
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind(rank, world, tmp_path, name):
-    """What is written is what the library reads; what is read is what was written; in one file."""
-    round_trip(name, rank, tmp_path)
-
-
 @on_ranks(2, 4)
 @pytest.mark.parametrize("name", ["mlp", "buffers", "hybrid", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_several_files(rank, world, tmp_path, name):
@@ -72,13 +63,6 @@ def test_several_files(rank, world, tmp_path, name):
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in values.values())
     assert index["weight_map"].keys() == values.keys()
     load_new(name, tmp_path / "model.safetensors.index.json", values_of(plain(name)), meta=True)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("name", NEED_FOUR)
-def test_over_tensor_parallelism(rank, world, tmp_path, name):
-    """Parts of parts are joined and cut."""
-    round_trip(name, rank, tmp_path)
 
 
 @on_ranks(2)

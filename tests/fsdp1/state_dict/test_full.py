@@ -8,12 +8,11 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FullStateDictConfig, MixedPrecisionPolicy, StateDictType
+from torch.distributed.fsdp import FullStateDictConfig, MixedPrecisionPolicy, StateDictType
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from float8_linear import use_float8
 from tests.fsdp1.state_dict.kinds import (
     FULL,
     Mixed,
@@ -28,27 +27,11 @@ from tests.fsdp1.state_dict.kinds import (
     whole,
 )
 from tests.support import api
-from tests.support.cases import CASES, PARAMETERS, Setup, build_sharded, parametrize_cases
-from tests.support.cases import build as build_case
 from tests.support.counting import Collectives
-from tests.support.parity import mesh_1d, mesh_2d, mesh_of, on_one_axis, stack
+from tests.support.parity import mesh_1d, mesh_2d, mesh_of, stack
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
-
-
-@on_ranks(1, 2, 4)
-@parametrize_cases("mlp", "transformer", "transformer_grouped", "nested", "used_several_times", *PARAMETERS)
-def test_equals_the_plain_models(rank, world, case):
-    """Names, order, dtypes and values are those of the model that was not sharded, on all ranks or the first alone."""
-    expected = build_case(CASES[case]).state_dict()
-    for placement in (None, "last"):
-        module = build_sharded(case, world, Setup(placement=placement))
-        assert_equal(save(module, "full"), expected)
-        assert_equal(save(module, "full_on_rank0"), expected if rank == 0 else {})
-    plain = CASES[case].build()
-    plain.load_state_dict(save(module, "full_on_cpu"))
-    assert_equal(plain.state_dict(), expected)
 
 
 @on_ranks(1, 2, 4)
@@ -109,66 +92,12 @@ def test_names_of_one_tensor_share_it(rank, world):
         assert value.untyped_storage().nbytes() == value.nbytes  # no padding, no neighbours
 
 
-@on_ranks(2, 4)
-def test_hybrid_sharding(rank, world):
-    """The replicate axis holds copies; only the first rank of all is asked with rank0_only."""
-    module = shard(build(), mesh_2d())
-    assert_equal(save(module, "full"), build().state_dict())
-    assert_equal(save(module, "full_on_rank0"), build().state_dict() if rank == 0 else {})
-
-
 def tensor_parallel(width: int = 8, out: int = 6) -> nn.Sequential:
     """Return layers cut by tensor parallelism over two ranks, the second dimension of a (ranks / 2, 2) mesh."""
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, out), nn.Linear(out, 3))
     mesh = mesh_of(torch.distributed.get_world_size() // 2, 2, names=("dp", "tp"))
     return parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("width", [8, 6, 10])
-@pytest.mark.parametrize("kind", ["full", "full_on_rank0", "local"])
-def test_tensor_parallelism(rank, world, kind, width):
-    """Whole tensors over both meshes, uneven ones too; they load into a plain model, and back into shards."""
-    torch.manual_seed(5)
-    plain = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 6), nn.Linear(6, 3))
-    model = tensor_parallel(width)
-    mesh = mesh_of(world // 2, 2, names=("dp", "tp"))["dp"]
-    fsdp2.fully_shard(model, mesh=mesh)
-    state = save(model, kind)
-    if kind == "local":
-        gathered = [None] * world
-        torch.distributed.all_gather_object(gathered, state)
-        state = fsdp2.merge_local_state_dicts(gathered)
-    elif kind == "full_on_rank0":
-        assert (state == {}) == (rank != 0)
-        return
-    assert_equal(state, plain.state_dict())
-    doubled = {name: value * 2 for name, value in state.items()}
-    model.load_state_dict(doubled)
-    assert_equal(save(model, "full"), doubled)
-    model.load_state_dict(save(model, "local"))
-    assert_equal(save(model, "full"), doubled)
-
-
-@on_ranks(2)
-def test_parameters_of_others(rank, world):
-    """Ignored parameters stay plain; a DTensor of another parallelism is made whole, and takes whole tensors."""
-    module = build()
-    values = {name: value.clone() for name, value in module.state_dict().items()}
-    bias = nn.Parameter(distribute_tensor(module.tied.bias.detach(), mesh_1d(), [Shard(0)]))
-    module.tied.bias = bias
-    ignored = {bias, module.first[2].weight}
-    for unit in (module.first, module):
-        fsdp2.fully_shard(unit, mesh=mesh_1d(), ignored_params=ignored)
-    state = save(module, "full")
-    assert_equal(state, values)
-    assert state["first.2.weight"] is not module.first[2].weight
-    assert save(module, "full_on_rank0").keys() == (values.keys() if rank == 0 else set())
-    module.load_state_dict({name: value + 1 for name, value in values.items()})
-    assert torch.equal(bias.full_tensor(), values["tied.bias"] + 1) and module.tied.bias is bias
-    merged = save(module, "local")
-    assert merged["tied.bias"]["offset"] == (3 * rank,)
 
 
 @on_ranks(2)
@@ -307,32 +236,6 @@ def test_parameters_kept_by_some_ranks(rank, world):
     for name, parameter in build().named_parameters():
         assert torch.equal(state[name], parameter) and (parameter.requires_grad or name.startswith("first.0"))
     assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("assign", [False, True])
-def test_cpu_offloading(rank, world, assign):
-    """Shards on the CPU are gathered where the mesh is, and whole tensors go back to the CPU."""
-    policy = CPUOffloadPolicy(pin_memory=False)
-    module = shard(build(), offload_policy=policy)
-    state = save(module, "full")
-    assert_equal(state, build().state_dict())
-    other = shard(build(seed=9), offload_policy=policy)
-    other.load_state_dict(state, assign=assign)
-    assert torch.equal(other(rows()), build()(rows()))
-
-
-@on_ranks(2)
-def test_tensors_that_say_what_travels(rank, world):
-    """Weights that are gathered as float8 are saved in their own dtype, and take plain tensors."""
-    module, plain = (nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 8)) for _ in range(2))
-    module.load_state_dict(plain.state_dict())
-    use_float8(module)
-    on_one_axis(module, fsdp2)
-    assert_equal(save(module, "full"), plain.state_dict())
-    module.load_state_dict({name: value * 2 for name, value in plain.state_dict().items()})
-    assert_equal(save(module, "full"), {name: value * 2 for name, value in plain.state_dict().items()})
-    assert type(module[0].weight.to_local()) is not torch.Tensor
 
 
 @on_ranks(2)

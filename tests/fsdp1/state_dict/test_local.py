@@ -12,8 +12,6 @@ import torch.distributed as dist
 import fsdp2
 from tests.fsdp1.state_dict.kinds import LOCAL, assert_equal, build, rows, save, shard, train, trained, whole
 from tests.support import api
-from tests.support.cases import CASES, Setup, build_sharded, parametrize_cases
-from tests.support.cases import build as build_case
 from tests.support.parity import mesh_2d, mesh_of
 from tests.support.pool import on_ranks
 
@@ -27,20 +25,6 @@ def from_all(value: Any) -> list[Any]:
     files: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(files, file.getvalue())
     return [torch.load(io.BytesIO(one), weights_only=True) for one in files]
-
-
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("placement", [None, "last"])
-@parametrize_cases("mlp", "transformer", "uneven", "smaller_than_world", "buffers", "lstm", "channels_last", "scalars")
-def test_merging(rank, world, case, placement):
-    """All ranks' pieces together are the plain model's state dict."""
-    expected = build_case(CASES[case]).state_dict()
-    module = build_sharded(case, world, Setup(placement=placement))
-    state = save(module, "local")
-    merged = fsdp2.merge_local_state_dicts(from_all(state)[::-1])
-    assert_equal(merged, expected)
-    plain = CASES[case].build()
-    plain.load_state_dict(merged)
 
 
 @on_ranks(2)

@@ -9,7 +9,9 @@ from fsdp2._torch.tensors import address_of
 __all__ = ["fingerprint"]
 
 _AT_ONCE = 1 << 20
-"""Of so many elements the bits are widened at a time; larger tensors are summed without that."""
+"""Of so many elements the bits are widened at a time."""
+_SMALL = 1 << 16
+"""Tensors of more elements are summed without that: fewer bytes are read and written."""
 _COLUMNS = 4093
 """Of the table in which a large tensor is summed. It is a prime number: the rows of the tensor end at other places."""
 _ODD = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
@@ -29,7 +31,7 @@ def fingerprint(values: torch.Tensor) -> torch.Tensor:
     if values.is_complex():
         values = torch.view_as_real(values)
     bits = values.reshape(-1).view(_INTEGERS[values.itemsize])
-    parts = [*bits.split(_AT_ONCE)] if bits.numel() <= _AT_ONCE or not _is_aligned(bits) else _sums(bits)
+    parts = [*bits.split(_AT_ONCE)] if bits.numel() <= _SMALL or not _is_aligned(bits) else _sums(bits)
     weights = _weights(max(part.numel() for part in parts), values.device)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part in parts:
@@ -47,8 +49,9 @@ def _sums(bits: torch.Tensor) -> list[torch.Tensor]:
     words = bits[: bits.numel() * bits.itemsize // 8 * 8 // bits.itemsize].view(torch.int64)
     count = words.numel() // _COLUMNS * _COLUMNS
     table = words[:count].view(-1, _COLUMNS)
-    wide = [table.sum(0), table.sum(1), words[count:]]
-    # An odd weight leaves the highest bit, a sign, as it is: two of them would hide each other.
+    # An odd weight leaves the highest bit, a sign, as it is: two of them would hide each other. So the halves are mixed
+    # first; the product before that keeps changes of both halves from hiding each other there.
+    wide = [one * _ODD for one in (table.sum(0), table.sum(1), words[count:])]
     return [*(one ^ (one >> 32) for one in wide), bits[words.numel() * 8 // bits.itemsize :]]
 
 

@@ -41,6 +41,7 @@ def test_a_change_shows(change, at_once, columns, first, monkeypatch):
     """Whether bits are widened all at once, or summed in a table, or widened in pieces because they begin at an odd
     place; the table may have no rows, and elements may be left over."""
     monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    monkeypatch.setattr(module, "_SMALL", at_once)
     monkeypatch.setattr(module, "_COLUMNS", columns)
     values = torch.randn(16 + first, generator=torch.Generator().manual_seed(0))[first:] * 1e4
     values[1] = values[2] = 1e-30
@@ -53,7 +54,7 @@ def test_a_change_shows(change, at_once, columns, first, monkeypatch):
 
 def test_large_tensors_are_not_widened():
     """A temporary tensor of 64 bits for each element took seven times the time of reading."""
-    values = torch.randn(module._AT_ONCE + 10)
+    values = torch.randn((1 << 20) + 10)
     with Largest() as largest:
         found = [int(fingerprint(values))]
     assert largest.nbytes <= values.nbytes / 64
@@ -76,6 +77,21 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("columns", [3, 7])
+def test_two_bits_of_one_word_show(columns, monkeypatch):
+    """The same bit of two neighbours hid in one of eight cases when halves were mixed without another step before."""
+    monkeypatch.setattr(module, "_SMALL", 8)
+    monkeypatch.setattr(module, "_COLUMNS", columns)
+    values = torch.randn(64, generator=torch.Generator().manual_seed(1))
+    before, bits = fingerprint(values), values.view(torch.int32)
+    for place in range(63):
+        for bit in range(32):
+            flip = -(1 << 31) if bit == 31 else 1 << bit
+            bits[place : place + 2] ^= flip
+            assert not torch.equal(before, fingerprint(values)), (place, bit)
+            bits[place : place + 2] ^= flip
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
 def test_every_dtype_of_gradients(dtype):
     """And layouts: the same values in another memory order are the same."""
@@ -87,17 +103,18 @@ def test_every_dtype_of_gradients(dtype):
     assert fingerprint(values[:0]).item() == 0
 
 
-@pytest.mark.parametrize("at_once", [1 << 20, 8])
-def test_random_changes_of_two_bits_show(at_once, monkeypatch):
+@pytest.mark.parametrize("small", [1 << 16, 8])
+def test_random_changes_of_two_bits_show(small, monkeypatch):
     """Of twenty thousand pairs of bits none hides another."""
-    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    monkeypatch.setattr(module, "_SMALL", small)
     monkeypatch.setattr(module, "_COLUMNS", 7)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(64, generator=generator)
     before = fingerprint(values)
     bits = values.view(torch.int32)
     for _ in range(20000):
-        (first, second), (low, high) = torch.randint(64, (2,), generator=generator), torch.randint(32, (2,))
+        first, second = torch.randint(64, (2,), generator=generator)
+        low, high = torch.randint(32, (2,), generator=generator)
         flips = [(int(first), int(low)), (int(second), int(high))]
         if flips[0] == flips[1]:
             continue

@@ -1,4 +1,4 @@
-"""A Muon step on whole matrices: `use_full_params`, `overlap_backward`, torch's Muon, and owner placement.
+"""A Muon step on whole matrices: `use_full_params` and its options, torch's Muon, and owner placement.
 
 Modelled: the matrices of 32 layers of Llama 8B, and the experts of four layers of a mixture, float32, on 8, 64 and 512
 ranks of H100s. The code runs as it is on one simulated rank, the one with most to do. Between nodes, pieces of matrices
@@ -33,7 +33,7 @@ from fsdp2.tools.forecast.clock import Clock
 from fsdp2.tools.forecast.rank import simulated_rank
 
 WIDTH, LAYERS, WORLDS, RANKS = 384, 4, (2, 4), (8, 64, 512)
-NAMES = ("torch", "whole", "overlap", "alone")
+NAMES = ("torch", "whole", "overlap", "kept", "alone")
 
 
 # ---- modelled ----
@@ -85,7 +85,7 @@ def modelled(name: str, shape: Shape, layers: int, ranks: int) -> dict[str, floa
         if name == "alone":
             return {"ms": 1e3 * _alone(list(model.parameters()), ranks, clock)}
         shard_units(model, model.layers, fully_shard, mesh)
-        way = {"overlap_backward": name == "overlap"}
+        way = {"overlap_backward": name in ("overlap", "kept"), "keep_full_params": name == "kept"}
         optimizer = muon(list(model.parameters()), None if name == "torch" else use_full_params, **way)
         found: dict[str, float] = {}
         for _ in range(2):
@@ -136,10 +136,10 @@ def model_table(options: argparse.Namespace) -> tuple[str, list[Any]]:
             cells = [
                 f"{found[name]['ms']:.1f} ({found[name]['ms'] / alone:.2f})" if name in found else "" for name in NAMES
             ]
-            sent = [f"{found[name]['step'] / 1e6:.0f}" for name in ("whole", "overlap")]
+            sent = [f"{found[name]['step'] / 1e6:.0f}" for name in ("whole", "overlap", "kept")]
             lines.append([title, str(ranks), *cells, *sent, f"{found['overlap']['backward'] / 1e6:.0f}"])
-    head = ["matrices", "ranks", "torch's Muon, ms", "use_full_params", "overlap_backward", "owner placement"]
-    head += ["MB of a step", "with overlap", "in backward"]
+    head = ["matrices", "ranks", "torch's Muon, ms", "use_full_params", "overlap_backward", "and keep_full_params"]
+    head += ["owner placement", "MB of a step", "with overlap", "and kept", "in backward"]
     return markdown(head, lines), data
 
 
@@ -163,8 +163,9 @@ class Candidate:
             self._plain = [(param, whole) for param, whole in self._plain if any(param is one for one in mine)]
             matrices = [whole for _, whole in self._plain]
         self.optimizer = torch.optim.Muon(matrices, lr=1e-3)
-        if name in ("whole", "overlap"):
-            use_full_params(self.optimizer, overlap_backward=name == "overlap", bucket_mb=8)
+        if name in ("whole", "overlap", "kept"):
+            way = {"overlap_backward": name != "whole", "keep_full_params": name == "kept"}
+            use_full_params(self.optimizer, bucket_mb=8, **way)
 
     def step(self, data: Tensor) -> dict[str, float]:
         """Seconds of the backward and of the optimizer, and of the processor on all threads."""
@@ -199,8 +200,13 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
             dist.barrier()
             if turn >= options.warm:
                 times[name].append(found)
-    pairs = zip(everyone["whole"].model.parameters(), everyone["overlap"].model.parameters())
-    return {"times": times, "equal": all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)}
+    weights = [[*everyone[name].model.parameters()] for name in ("whole", "overlap", "kept")]
+    equal = all(
+        torch.equal(param.to_local(), other.to_local())
+        for some in zip(*weights)
+        for param, other in [some[:2], some[1:]]
+    )
+    return {"times": times, "equal": equal}
 
 
 def measured_table(found: list[dict[str, Any]]) -> str:
@@ -211,13 +217,13 @@ def measured_table(found: list[dict[str, Any]]) -> str:
         for part in times["whole"][0]:
             whole = [turn[part] for turn in times["whole"]]
             cells = [f"{1e3 * median(whole):.0f} ms"]
-            for name in ("overlap", "torch", "alone"):
+            for name in ("overlap", "kept", "torch", "alone"):
                 ratios = [turn[part] / base for turn, base in zip(times[name], whole)]
                 cells.append(f"{median(ratios):.2f} ({spread(ratios)})")
             lines.append([str(world), part, *cells])
         if not one["equal"]:
-            raise SystemExit(f"matrices: overlap_backward changes weights on {world} processes")
-    head = ["processes", "part", "use_full_params", "overlap_backward", "torch's Muon", "alone"]
+            raise SystemExit(f"matrices: overlap_backward or keep_full_params changes weights on {world} processes")
+    head = ["processes", "part", "use_full_params", "overlap_backward", "and keep_full_params", "torch's Muon", "alone"]
     return markdown(head, lines)
 
 

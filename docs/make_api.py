@@ -144,6 +144,7 @@ TESTS: dict[str, str] = {
     "use_full_params(stacked)": OPTIM + "test_full_params.py::test_a_matrix_each_of_a_stack",
     "use_full_params(overlap_backward)": OPTIM
     + "test_full_params_overlap.py::test_whatever_happens_between_backward_and_step",
+    "use_full_params(keep_full_params)": OPTIM + "test_full_params_kept.py::test_whatever_happens_between_steps",
     "use_full_params(batched)": OPTIM + "test_full_params.py::test_matrices_of_one_shape_in_one_batch",
     "use_full_params(bucket_mb)": OPTIM + "test_full_params.py::test_steps_are_those_of_one_process",
     "offload_optimizer_state": OPTIM + "test_offload.py::test_steps_are_those_without",

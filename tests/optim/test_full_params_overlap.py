@@ -44,13 +44,18 @@ class Model(nn.Module):
 class Run:
     """A model, its optimizer, and what its steps send."""
 
-    def __init__(self, *, overlap: bool, mesh: Any = None, bucket_mb: float = 0.0005, **options: Any) -> None:
+    def __init__(
+        self, *, overlap: bool, keep: bool = False, mesh: Any = None, bucket_mb: float = 0.0005, **options: Any
+    ) -> None:
         self.model = Model()
         for unit in (self.model.first, self.model.second, self.model.experts, self.model):
             fsdp2.fully_shard(unit, mesh=mesh or mesh_1d(), **options)
         matrices = [param for param in self.model.parameters() if param.ndim == 2]
         self.optimizer = fsdp2.use_full_params(
-            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1), bucket_mb=bucket_mb, overlap_backward=overlap
+            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1),
+            bucket_mb=bucket_mb,
+            overlap_backward=overlap,
+            keep_full_params=keep,
         )
         self.optimizer.add_param_group({"params": [self.model.experts.stack]})
         self.scaler = fsdp2.ShardedGradScaler("cpu", init_scale=8.0)

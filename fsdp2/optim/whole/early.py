@@ -78,8 +78,11 @@ class EarlyGradients:
 
     @staticmethod
     def _comes_alike(ranks: RankSet, param: Any) -> bool:
-        """Return whether all ranks of ``param`` reduce its gradient together; a frozen one takes no hooks."""
-        shard = param_of(param) if param.requires_grad else None
+        """Return whether all ranks of ``param`` reduce its gradient together, and something of it is sent.
+
+        A frozen one takes no hooks.
+        """
+        shard = param_of(param) if param.requires_grad and ranks.is_sent(param) else None
         return shard is not None and tuple(sorted(listed_ranks(shard.group.mesh.mesh))) == ranks.ranks
 
     def close(self) -> None:

@@ -46,11 +46,13 @@ class Layout:
         self.routes, self.dtypes, self.axis, self.device = routes, dtypes, axis, device
         self._compute = ComputeLane(device)
         self.own: list[tuple[int, Box]] = []  # pieces that stay on this rank
+        self._moves = False  # whether any rank sends anything
         sends: list[list[tuple[int, Box]]] = [[] for _ in range(axis.size)]
         receives: list[list[tuple[int, Box]]] = [[] for _ in range(axis.size)]
         for index, route in enumerate(routes):
             for other in route.senders if to_owner else route.holders:
                 source, target = (other, route.owner) if to_owner else (route.owner, other)
+                self._moves |= source != target
                 piece = (index, route.boxes[other])
                 if source == target == axis.rank:
                     self.own.append(piece)
@@ -82,6 +84,7 @@ class Layout:
         """Send this rank's pieces; ``sources[i]`` is the part ``origins[i]`` of entry ``i``, or None.
 
         They travel on ``lane`` beside the compute stream, or on the current stream. With gloo they travel beside both.
+        Nothing is launched if no rank has anything to send.
         """
         sent = torch.empty(sum(self.send_sizes), dtype=torch.uint8, device=self.device)
         targets, pieces = [], []
@@ -90,6 +93,9 @@ class Layout:
             pieces.append(_part(sources[slot.index], slot.box, origins[slot.index]))
         copy_all(targets, pieces)
         received = torch.empty(sum(self.receive_sizes), dtype=torch.uint8, device=self.device)
+        kept = [(index, box, _part(sources[index], box, origins[index])) for index, box in self.own]
+        if not self._moves:
+            return Arriving(self, [], None, sent, received, kept)
         launch = partial(all_to_all_uneven, received, sent, self.receive_sizes, self.send_sizes, self.axis)
         event = None
         if lane is None:
@@ -98,7 +104,6 @@ class Layout:
             with lane.after(self._compute) as done:
                 works = launch(async_op=lane.async_op)
             event = done.event
-        kept = [(index, box, _part(sources[index], box, origins[index])) for index, box in self.own]
         return Arriving(self, works, event, sent, received, kept)
 
     def _view(self, buffer: torch.Tensor, slot: _Slot) -> torch.Tensor:

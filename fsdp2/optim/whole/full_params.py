@@ -7,10 +7,9 @@ are written to the shards. The next bucket is sent while one is computed.
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,19 +28,29 @@ from fsdp2.optim.prebuilt import repair
 from fsdp2.optim.whole.early import EarlyGradients
 from fsdp2.optim.whole.exchange import Arriving, Layout
 from fsdp2.optim.whole.full_state import OwnedState, keep_owned, names_in, shown_at_holders
+from fsdp2.optim.whole.kept import KeptParams
 from fsdp2.optim.whole.lending import Alone, Lending, Matrices, batches_of
 from fsdp2.optim.whole.owners import default_cost
 from fsdp2.optim.whole.ownership import Owned, Ownership, RankSet
 from fsdp2.optim.whole.stacks import Stacks
 from fsdp2.sharding.spec import on_this_rank
 
-__all__ = ["use_full_params"]
+__all__ = ["kept_params", "use_full_params"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 _PLANS = 16
 """The number of plans that are remembered: which experts have gradients may differ in each step."""
-_Gradient = tuple[torch.dtype, bool]
-"""The dtype of a gradient, and whether the step has to send it."""
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """The dtype of a gradient, whether the step has to send it, and whether it has to send the parameter."""
+
+    dtype: torch.dtype
+    late: bool
+    param_late: bool
+
+
 _NO_GRADIENT, _NOTHING_HERE, _FEWEST = -1, -2, -(1 << 20)
 
 
@@ -52,6 +61,7 @@ def use_full_params(
     bucket_mb: float = 64.0,
     stacked: Callable[[torch.Tensor], bool] | None = None,
     overlap_backward: bool = False,
+    keep_full_params: bool = False,
     batched: bool = False,
 ) -> optim.Optimizer:
     """Let ``optimizer`` compute with whole parameters, each on the one rank that owns it, and return ``optimizer``.
@@ -67,7 +77,8 @@ def use_full_params(
         optimizer: An optimizer that updates each parameter independently and whose ``step`` takes no closure.
         cost: A function that returns the cost of a (sharded) parameter for its owner, the same on all ranks. Default:
             rows x columns x the smaller of the two for matrices, else the number of elements.
-        bucket_mb: MiB of gradients and parameters that an owner computes with at a time; one parameter may exceed it.
+        bucket_mb: MiB of gradients and parameters that an owner computes with at a time. If a parameter exceeds it,
+            other owners compute with as many bytes meanwhile.
         stacked: A function that returns True for a (sharded) parameter of three dimensions which is a stack of
             matrices, as the experts of a layer often are. The optimizer then steps on each matrix as on a parameter of
             its own. Default: with ``torch.optim.Muon``, which takes matrices alone, every parameter of three dimensions
@@ -77,6 +88,9 @@ def use_full_params(
             sends a third less. Results are the same. The owners' copies of gradients take as much memory as the
             gradients of shards until the step. What changes gradients between backward and step, except
             ``fsdp2.clip_grad_norm_`` and ``fsdp2.ShardedGradScaler``, makes the step send them again.
+        keep_full_params: Owners keep the whole parameters from one step to the next, so that a step does not send them.
+            Results are the same. They take as much memory as the shards of these parameters. What writes to shards
+            between steps, such as loading a checkpoint, is noticed, and the step sends the parameters again.
         batched: Give the optimizer all matrices of one shape in a bucket as one parameter of three dimensions. For
             optimizers that step on each matrix of a batch by itself; torch's Muon refuses batches.
 
@@ -101,7 +115,6 @@ def use_full_params(
     if STEPS_ON_WHOLE in optimizer.__dict__:
         return optimizer
     _check_kind(optimizer)
-    optimizer.__dict__[STEPS_ON_WHOLE] = True
     if batched and isinstance(optimizer, optim.Muon):
         raise ValueError(
             "use_full_params: batched=True, but torch.optim.Muon orthogonalizes one matrix at a time; expected an "
@@ -109,10 +122,17 @@ def use_full_params(
         )
     stacks = Stacks(optimizer, stacked)
     bucket_bytes = int(bucket_mb * (1 << 20))
-    _FullParams(
-        optimizer, cost or default_cost, bucket_bytes, stacks, overlap=overlap_backward, batched=batched
-    ).take_over()
+    options = {"overlap": overlap_backward, "keep": keep_full_params, "batched": batched}
+    steps = _FullParams(optimizer, cost or default_cost, bucket_bytes, stacks, **options)
+    steps.take_over()
+    optimizer.__dict__[STEPS_ON_WHOLE] = steps
     return optimizer
+
+
+def kept_params(optimizer: object) -> list[torch.Tensor]:
+    """Return the whole parameters that this rank keeps for ``optimizer`` between steps."""
+    steps = getattr(optimizer, STEPS_ON_WHOLE, None)
+    return [] if steps is None else [whole for kept in steps.kept for whole in kept.wholes]
 
 
 def _check_kind(optimizer: optim.Optimizer) -> None:
@@ -142,8 +162,10 @@ class _Bucket:
 
     owned: list[Owned]
     early: EarlyGradients | None  # has the gradients that ``inward`` has not
-    inward: Layout  # gradients of those in ``late``, then parameters
+    kept: KeptParams | None  # has the parameters that ``inward`` has not
+    inward: Layout  # gradients of those in ``late``, then parameters of those in ``late_params``
     late: list[Owned]
+    late_params: list[Owned]
     outward: Layout
     grads: list[torch.Tensor | None] = field(default_factory=list)
     fulls: list[torch.Tensor | None] = field(default_factory=list)
@@ -162,12 +184,14 @@ class _FullParams:
         stacks: Stacks,
         *,
         overlap: bool,
+        keep: bool,
         batched: bool,
     ) -> None:
         self._optimizer = optimizer
-        self._overlap, self._batched = overlap, batched
+        self._overlap, self._keep, self._batched = overlap, keep, batched
         self._lanes: dict[torch.device, Lane] = {}
         self._early: dict[RankSet, EarlyGradients] = {}
+        self._kept: dict[RankSet, KeptParams] = {}
         self._stacks = stacks
         self._cost, self._bucket_bytes = cost, bucket_bytes
         self._ownership = Ownership([], cost, stacks)
@@ -177,6 +201,11 @@ class _FullParams:
         self._load_as_torch = optimizer.load_state_dict
         self._save_as_torch = optimizer.state_dict
         self._step_as_torch = step_of(optimizer)
+
+    @property
+    def kept(self) -> Iterable[KeptParams]:
+        """The whole parameters that stay with this rank."""
+        return self._kept.values()
 
     def take_over(self) -> None:
         """Replace the optimizer's ``step``, ``state_dict`` and ``load_state_dict``."""
@@ -208,14 +237,24 @@ class _FullParams:
         groups = _Groups(optimizer, self._stacks, batched=self._batched)
         sets = [self._buckets_of(ranks, found[ranks]) for ranks in self._ownership.sets]
         groups.begin([owned.key for owned in bucket.owned if owned.mine] for buckets in sets for bucket in buckets)
+        stepped = False
         try:
             error = self._compute_all(sets, groups)
+            stepped = error is None
         finally:
             groups.end()
-            for ranks, early in self._early.items():
-                early.end_step([param for param, known in zip(ranks.params, found[ranks]) if known is not None])
+            for ranks in self._ownership.sets:
+                self._end_of(ranks, [one for one, known in zip(ranks.params, found[ranks]) if known], stepped=stepped)
         self._end_together(error, groups)
         self._state.stepped = True
+
+    def _end_of(self, ranks: RankSet, used: list[Any], *, stepped: bool) -> None:
+        if ranks in self._early:
+            self._early[ranks].end_step(used)
+        if ranks in self._kept and stepped:
+            self._kept[ranks].end_step(used)
+        elif ranks in self._kept:
+            self._kept[ranks].drop()
 
     def _compute_all(self, sets: list[list[_Bucket]], groups: _Groups) -> Exception | None:
         """Send, compute and write all buckets; return the first error of the optimizer on this rank."""
@@ -257,6 +296,8 @@ class _FullParams:
                 early.close()
             if self._overlap:
                 self._early = {ranks: EarlyGradients(ranks, self._bucket_bytes) for ranks in self._ownership.sets}
+            if self._keep:
+                self._kept = {ranks: KeptParams(ranks) for ranks in self._ownership.sets}
         if state is not self._state:
             self._state = keep_owned(state, self._ownership)
             optimizer.state = self._state  # type: ignore[assignment]  # torch needs no more than a dictionary
@@ -275,9 +316,11 @@ class _FullParams:
             codes = [_code(param) for param in ranks.params]
             least = [_FEWEST if code == _NOTHING_HERE else -code for code in codes]
             mine = [*codes, *least, ranks.digest, -ranks.digest, bool(wrong)]
-            missing, changed = self._early[ranks].begin_step() if ranks in self._early else ([], None)
+            there = [of_ranks[ranks].begin_step() for of_ranks in (self._early, self._kept) if ranks in of_ranks]
+            missing = [flag for flags, _ in there for flag in flags]
+            changed = torch.cat([flags for _, flags in there]) if there else None
             agreed = max_over_ranks([*mine, *missing], ranks.axis, ranks.device, changed)
-            (*most, largest, smallest, elsewhere), early = agreed[: len(mine)], agreed[len(mine) :]
+            (*most, largest, smallest, elsewhere), flags = agreed[: len(mine)], agreed[len(mine) :]
             if largest != -smallest and not wrong:
                 wrong = "ranks have the parameters in different orders"
             most, least = most[: len(codes)], most[len(codes) :]
@@ -287,8 +330,13 @@ class _FullParams:
                     wrong = f"ranks have different gradients of {self._name(param)} (here: {here})"
             if elsewhere and not wrong:
                 wrong = "some ranks lack a gradient, or have it in another dtype; the errors of other ranks name it"
-            late = map(any, zip(early[: len(codes)], early[len(codes) :])) if early else itertools.repeat(True)
-            found[ranks] = [(_DTYPES[high], one) if high >= 0 else None for high, one in zip(most, late)]
+            sends = [*map(any, zip(flags[: len(missing)], flags[len(missing) :]))]
+            late = [sends.pop(0) for _ in codes] if ranks in self._early else [True] * len(codes)
+            late_params = sends if ranks in self._kept else [True] * len(codes)
+            found[ranks] = [
+                _Gradient(_DTYPES[high], *of_param) if high >= 0 else None
+                for high, *of_param in zip(most, late, late_params)
+            ]
         if wrong:
             raise RuntimeError(
                 f"use_full_params: {wrong}; expected the same parameters in the same order, and a gradient of one "
@@ -303,30 +351,28 @@ class _FullParams:
             if len(self._buckets) >= _PLANS:
                 del self._buckets[next(iter(self._buckets))]  # the oldest
             of_param = dict(zip(ranks.params, gradients))
-            used = [(owned, known[0]) for owned in ranks.owned if (known := of_param[owned.param]) is not None]
-            late = {param for param, known in of_param.items() if known is not None and known[1]}
+            used = [(owned, known.dtype) for owned in ranks.owned if (known := of_param[owned.param]) is not None]
+            late = {param for param, known in of_param.items() if known is not None and known.late}
+            late_params = {param for param, known in of_param.items() if known is not None and known.param_late}
+            there = self._early.get(ranks), self._kept.get(ranks)
             buckets = ranks.buckets(used, self._bucket_bytes)
-            self._buckets[key] = [_plan_bucket(ranks, bucket, late, self._early.get(ranks)) for bucket in buckets]
+            self._buckets[key] = [_plan_bucket(ranks, bucket, late, late_params, there) for bucket in buckets]
         return self._buckets[key]
 
     def _send(self, bucket: _Bucket) -> None:
-        sources = [*map(_gradient_of, bucket.late), *map(_shard_of, bucket.owned)]
-        origins = [owned.here for owned in (*bucket.late, *bucket.owned)]
+        sources = [*map(_gradient_of, bucket.late), *map(_shard_of, bucket.late_params)]
+        origins = [owned.here for owned in (*bucket.late, *bucket.late_params)]
         bucket.arriving = bucket.inward.send(sources, origins, self._lane_of(bucket))
 
     def _assemble(self, bucket: _Bucket) -> None:
         """Wait for a bucket's pieces, and assemble the gradients and parameters that this rank owns."""
-        entries, count = [*bucket.late, *bucket.owned], len(bucket.late)
+        entries, count = [*bucket.late, *bucket.late_params], len(bucket.late)
         wholes = [owned.empty(dtype) if owned.mine else None for owned, dtype in zip(entries, bucket.inward.dtypes)]
         assert bucket.arriving is not None
         bucket.arriving.deliver(wholes, [owned.whole for owned in entries])
         bucket.arriving = None
-        arrived = dict(zip(bucket.late, wholes))
-        early = bucket.early
-        bucket.grads = [
-            arrived[owned] if owned in arrived or early is None else early.take(owned) for owned in bucket.owned
-        ]
-        bucket.fulls = wholes[count:]
+        bucket.grads = _completed(bucket.owned, dict(zip(bucket.late, wholes)), bucket.early)
+        bucket.fulls = _completed(bucket.owned, dict(zip(bucket.late_params, wholes[count:])), bucket.kept)
 
     def _compute(self, bucket: _Bucket, groups: _Groups) -> Exception | None:
         """Run the optimizer's own step on this rank's parameters of ``bucket``; return the error that it raised.
@@ -365,6 +411,9 @@ class _FullParams:
     def _return(self, bucket: _Bucket) -> None:
         wholes = [owned.whole for owned in bucket.owned]
         bucket.leaving = bucket.outward.send(bucket.fulls, wholes, self._lane_of(bucket))
+        for owned, full in zip(bucket.owned, bucket.fulls):
+            if bucket.kept is not None and full is not None:
+                bucket.kept.keep(owned, full)
         bucket.fulls = []
 
     def _write(self, bucket: _Bucket) -> None:
@@ -439,20 +488,31 @@ def _refuse_copying(optimizer: optim.Optimizer, protocol: Any) -> Any:
 
 
 def _plan_bucket(
-    ranks: RankSet, used: list[tuple[Owned, torch.dtype]], late: Collection[Any], early: EarlyGradients | None = None
+    ranks: RankSet,
+    used: list[tuple[Owned, torch.dtype]],
+    late: Collection[Any],
+    late_params: Collection[Any],
+    there: tuple[EarlyGradients | None, KeptParams | None],
 ) -> _Bucket:
-    """Plan a bucket of ``used``, with the dtypes of their gradients; it sends those of the parameters in ``late``."""
-    owned, sent = [one for one, _ in used], [(one, dtype) for one, dtype in used if one.param in late]
-    routes, params = [one.route for one in owned], [one.param.dtype for one in owned]
-    inward = Layout(
-        [*(one.route for one, _ in sent), *routes],
-        [*(dtype for _, dtype in sent), *params],
-        ranks.axis,
-        ranks.device,
-        to_owner=True,
-    )
-    outward = Layout(routes, params, ranks.axis, ranks.device, to_owner=False)
-    return _Bucket(owned, early, inward, [one for one, _ in sent], outward)
+    """Plan a bucket of ``used``, with the dtypes of their gradients.
+
+    It sends the gradients of ``late`` and the parameters in ``late_params``; the others are ``there``.
+    """
+    owned = [one for one, _ in used]
+    grads = [(one, dtype) for one, dtype in used if one.param in late]
+    params = [(one, one.param.dtype) for one in owned if one.param in late_params]
+    routes, dtypes = [one.route for one, _ in (*grads, *params)], [dtype for _, dtype in (*grads, *params)]
+    inward = Layout(routes, dtypes, ranks.axis, ranks.device, to_owner=True)
+    routes, dtypes = [one.route for one in owned], [one.param.dtype for one in owned]
+    outward = Layout(routes, dtypes, ranks.axis, ranks.device, to_owner=False)
+    return _Bucket(owned, *there, inward, [one for one, _ in grads], [one for one, _ in params], outward)
+
+
+def _completed(
+    owned: Sequence[Owned], arrived: dict[Owned, torch.Tensor | None], there: EarlyGradients | KeptParams | None
+) -> list[torch.Tensor | None]:
+    """Return what has arrived of each of ``owned`` in this step, or before it."""
+    return [arrived[one] if one in arrived or there is None else there.take(one) for one in owned]
 
 
 def _code(param: Any) -> int:

@@ -98,6 +98,10 @@ class RankSet:
         described = [(tuple(param.shape), getattr(param_of(param), "name", "")) for param in params]
         self.digest = zlib.crc32(repr(described).encode()) >> 1
 
+    def is_sent(self, param: Any) -> bool:
+        """Return whether a step sends something of ``param`` to owners: not if each of them holds all that it owns."""
+        return any(rank != one.route.owner for one in self.owned_of[param] for rank in one.route.senders)
+
     def new_axis(self, purpose: str) -> Axis:
         """Return another axis of the same ranks, with a process group of its own. Every one of them must call this."""
         return Axis.of_group(own_group(self.ranks, purpose), self.params[0].device_mesh.device_type)
@@ -115,22 +119,20 @@ class RankSet:
     ) -> Iterator[list[tuple[Owned, torch.dtype]]]:
         """Yield buckets of ``used``, parameters with the dtypes of their gradients.
 
-        A bucket has up to ``limit`` bytes for each owner, or one larger parameter. Every bucket has parameters of each
-        owner that has any left, so that all owners compute at the same time.
+        A bucket has up to ``limit`` bytes for each owner, or as many as the largest parameter in it. Every owner begins
+        with its largest parameters, and every bucket has some of each owner that has any left. So all owners compute at
+        the same time: several small ones where another has a large one, and none are left when the large ones are done.
         """
         queues: dict[int, list[tuple[Owned, torch.dtype]]] = {}
-        for entry in reversed(used):
+        for entry in sorted(reversed(used), key=_nbytes):
             queues.setdefault(entry[0].route.owner, []).append(entry)
-        while any(queues.values()):
+        while left := [queues[owner] for owner in sorted(queues) if queues[owner]]:
+            bound = max(limit, *(_nbytes(queue[-1]) for queue in left))
             bucket: list[tuple[Owned, torch.dtype]] = []
-            for owner in sorted(queues):
-                nbytes, queue = 0, queues[owner]
-                while queue:
-                    owned, dtype = queue[-1]
-                    own = owned.numel * (owned.param.dtype.itemsize + dtype.itemsize)
-                    nbytes += own
-                    if nbytes > limit and nbytes > own:
-                        break
+            for queue in left:
+                room = bound
+                while queue and _nbytes(queue[-1]) <= room:
+                    room -= _nbytes(queue[-1])
                     bucket.append(queue.pop())
             yield bucket
 
@@ -180,6 +182,12 @@ def _holders_of_matrices(params: Sequence[DTensor]) -> Callable[[int, int], list
         return known[i][index]
 
     return near
+
+
+def _nbytes(used: tuple[Owned, torch.dtype]) -> int:
+    """Return the bytes of a parameter and its gradient."""
+    owned, dtype = used
+    return owned.numel * (owned.param.dtype.itemsize + dtype.itemsize)
 
 
 def _range(box: Box) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2._trace import Source, recording_with
 from fsdp2.engine.param import FSDPParam
 from fsdp2.grouping.modules import fsdp_modules
+from fsdp2.optim.whole.full_params import kept_params
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.tools.forecast.clock import Clock
 from fsdp2.tools.forecast.cost import H100, Hardware, tensors_in
@@ -217,6 +218,7 @@ def _set_kinds(memory: Memory, model: nn.Module, optimizer: Any) -> None:
     memory.set_kind(model.buffers(), "other")
     if optimizer is not None:
         memory.set_kind(tensors_in([*optimizer.state.values()]), "optimizer state")
+        memory.set_kind(kept_params(optimizer), "other")
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:

@@ -82,21 +82,22 @@ def test_state_on_the_host():
         assert extra == pytest.approx(copied / 1e9 * (1 + 1 / buckets), rel=0.05)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_steps_on_whole_matrices(overlap):
+@pytest.mark.parametrize(("overlap", "keep"), [(False, False), (True, False), (False, True), (True, True)])
+def test_steps_on_whole_matrices(overlap, keep):
     """Each of four ranks owns one of the matrices: its kernels are Muon's on it, and what it gets are the other ranks'
-    pieces of its gradient and values, and their new values of the others. In backward the gradient comes already."""
+    pieces of its gradient and values, and their new values of the others. In backward the gradient comes already, and
+    the values may be there since the step before."""
 
     def built(mesh: Any) -> tuple[Any, Any]:
         model, _ = build(mesh)
         optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
-        return model, fsdp2.use_full_params(optimizer, overlap_backward=overlap)
+        return model, fsdp2.use_full_params(optimizer, overlap_backward=overlap, keep_full_params=keep)
 
     result = forecast(built, step, mesh={"shard": 8}, steps=3)
     layer, pieces = WIDTH * WIDTH * 4, 7 / 8
     sent = {(one.axis, one.kind): (one.launches, one.nbytes) for one in result.collectives}
-    in_step = (1 if overlap else 2) * layer * pieces + 3 * layer / 8
-    assert sent["shard", "all_to_all"] == (2, in_step)
+    in_step = (2 - overlap - keep) * layer * pieces + 3 * layer / 8
+    assert sent["shard", "all_to_all"] == (1 if overlap and keep else 2, in_step)
     assert sent.get(("owners in backward", "all_to_all")) == ((4, layer * pieces) if overlap else None)
     spans = [span for span in result.timeline.spans if span.lane == "exchange"]
     assert sum(span.nbytes for span in spans) == in_step + overlap * layer * pieces
@@ -104,6 +105,7 @@ def test_steps_on_whole_matrices(overlap):
     plain = forecast(build, step, mesh={"shard": 8})
     assert products <= result.compute_seconds - plain.compute_seconds <= 1.2 * products
     assert result.bytes_by_kind["optimizer state"] == pytest.approx(layer, rel=0.001)
+    assert result.timeline.memory[-1].by_kind.get("other", 0) >= keep * layer
 
 
 def test_figures():

@@ -117,7 +117,8 @@ def test_matrices_of_a_stack_are_spread_evenly(world, placement):
             owners = [owned.route.owner for owned in ranks.owned]
             held = [owners.count(rank) for rank in range(world)]
             assert max(held) - min(held) <= 1
-            bucket = full_params._plan_bucket(ranks, [(owned, torch.float32) for owned in ranks.owned], set(params))
+            everything = set(params), set(params), (None, None)
+            bucket = full_params._plan_bucket(ranks, [(owned, torch.float32) for owned in ranks.owned], *everything)
             sent = bucket.inward.nbytes_sent + bucket.outward.nbytes_sent
             assert (sent == 0) == (placement.dim == 0 and count == 2 * world) or count % world
             assert sent <= 3 * sum(param.to_local().nbytes for param in params) + 16 * 3 * len(ranks.owned) * world
@@ -127,7 +128,27 @@ def buckets(params: list[Any], limit: int) -> list[Any]:
     """Return the buckets of a step."""
     (ranks,) = Ownership(params, default_cost, stacks(params)).sets
     used = [(owned, torch.float32) for owned in ranks.owned]
-    return [full_params._plan_bucket(ranks, bucket, set(params)) for bucket in ranks.buckets(used, limit)]
+    return [
+        full_params._plan_bucket(ranks, bucket, set(params), set(params), (None, None))
+        for bucket in ranks.buckets(used, limit)
+    ]
+
+
+def test_small_matrices_are_computed_beside_large_ones():
+    """While one rank has a large matrix, others have several small ones, of no more bytes. With one in each bucket
+    small ones were left when the large ones were done, and ranks waited for each other bucket after bucket."""
+    with fake_mesh(2) as mesh:
+        params = sharded(mesh, [(64, 64), (16, 16), (64, 64), *[(32, 32)] * 4, (16, 16), (64, 64)])
+        (ranks,) = Ownership(params, default_cost, stacks(params)).sets
+        used = [(owned, torch.float32) for owned in ranks.owned]
+        for limit in (1, 1 << 14, 1 << 20):
+            found = [*ranks.buckets(used, limit)]
+            assert sorted(ranks.owned.index(one) for bucket in found for one, _ in bucket) == [*range(9)]
+            for bucket in found:
+                sizes = [[one.numel for one, _ in bucket if one.route.owner == owner] for owner in range(2)]
+                largest = max(numel for some in sizes for numel in some)
+                assert all(sum(some) <= max(limit / 8, largest) for some in sizes)
+            assert len(found) == {1: 4, 1 << 14: 3, 1 << 20: 1}[limit]
 
 
 def test_hybrid_sharding_sends_no_more():

@@ -140,6 +140,7 @@ class FSDPParamGroup:
         """Give up ``param``, which is another group's from now on; must be sharded."""
         assert not self.residency.in_memory
         self.params, self._norms = ([p for p in some if p is not param] for some in (self.params, self._norms))
+        self.initial = None  # they may be of this parameter
         self.store = self.store.for_params(self.params)
         self.residency.use(self.store, self.comm)
         earlier = self.gradients

@@ -477,7 +477,8 @@ def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
     lines.append("")
     if len(done) < len(chosen):
         lines += [
-            "Places that are not finished were not run against all tests, among them any that those which ran missed.",
+            f"{len(done)} of {len(chosen)} places are finished. The others were not run against all tests, among them",
+            "any that those which ran missed.",
             "Where there are such places, these numbers are no share of all.",
             "",
         ]

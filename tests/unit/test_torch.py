@@ -25,7 +25,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from tests.support.api import torch_since
 from tests.support.counting import Operators
 from tests.support.fake import fake_mesh
-from tests.unit import test_torch_collectives, test_torch_forecast, test_torch_helpers, test_torch_optimizers
+from tests.unit import (
+    test_torch_collectives,
+    test_torch_forecast,
+    test_torch_helpers,
+    test_torch_imports,
+    test_torch_optimizers,
+)
 from tests.unit.probing import PRIVATE as _torch
 from tests.unit.probing import PROBED, probes
 
@@ -33,6 +39,7 @@ from tests.unit.probing import PROBED, probes
 def test_every_symbol_has_a_probe() -> None:
     # These have their parts of the probes.
     assert test_torch_collectives and test_torch_helpers and test_torch_optimizers and test_torch_forecast
+    assert test_torch_imports
     assert sorted(PROBED) == sorted(vars(_torch))
 
 

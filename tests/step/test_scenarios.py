@@ -104,9 +104,8 @@ LASTING = {"over replicas", "compressed", "copied from the host"}
 
 WAITING = (states, host_state)
 """Programs in which the host reads numbers: whether ranks agree on what is loaded, and counters of steps."""
-KEEPING = (captured, replaced_in_forward, states, whole_matrices)
-"""Programs whose full parameters, or new ones, stay, and those that make a second model. (After a deep copy that trains
-inside the program, as many bytes as the shards of a model are counted; it is not known why.)"""
+KEEPING = (captured, replaced_in_forward, whole_matrices)
+"""Programs whose full parameters, or new ones, stay, and those that make a second model."""
 
 
 @pytest.mark.parametrize(("program", "setup", "transfer"), scenarios())

@@ -433,7 +433,8 @@ def watched(setup: str, rank: int = 0, *, ignored: Any = None, watches: bool = T
     """Yield a mesh whose process groups are as strict as NCCL, and a device, which ignores the waits of ``ignored``."""
     torch.manual_seed(0)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("fsdp2.comm.gather._on_host", return_value=setup == "copied from the host"))
+        # Not a mock: it would keep what it is called with, the shards of models that are gone.
+        stack.enter_context(mock.patch("fsdp2.comm.gather._on_host", lambda *given: setup == "copied from the host"))
         stack.enter_context(mock.patch("fsdp2.engine.gradients._LATE_BYTES", 0))  # as with units of a usual size
         stack.enter_context(strict_nccl())
         mesh = stack.enter_context(fake_mesh(RANKS, rank=rank))

@@ -288,6 +288,19 @@ def test_a_range_that_begins_elsewhere_is_seen():
     assert ordering.races()
 
 
+def test_a_new_tensor_that_is_filled_is_seen():
+    """What ``ones_like`` writes is read on another stream; the tensor whose shape it takes is not read."""
+    for waits in (True, False):
+        with two_streams() as (other, tensor, ordering):
+            tensor.add_(1)
+            with torch.cuda.stream(other):
+                made = torch.ones_like(tensor)
+            if waits:
+                torch.cuda.current_stream().wait_stream(other)
+            made.add_(1)
+        assert bool(ordering.races()) is not waits
+
+
 def test_the_host_waits_before_it_reads():
     """A copy to page-locked memory is read too early, or after the host has waited."""
     for waits in (True, False):

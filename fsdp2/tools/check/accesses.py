@@ -21,8 +21,10 @@ Range = tuple[int, int]
 HOST = "host"
 """The stream that the host is: what it launches is behind all that it has waited for."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_WITHOUT_KERNEL = re.compile(r"(^new_|empty|_like$|^resize_|^set_$)")
-"""Operators that only make tensors. (``zeros_like`` and the like fill them with another operator.)"""
+_WITHOUT_KERNEL = re.compile(r"(empty|^resize_|^set_$)")
+"""Operators that only make tensors."""
+_LIKE = re.compile(r"(^new_|_like$)")
+"""Operators that fill a new tensor of the shape of another one, which they do not read."""
 
 
 class _Access(NamedTuple):
@@ -149,7 +151,8 @@ def used(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[list[torch.Tensor
     schema = operator_schema(func)
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
-    if _WITHOUT_KERNEL.search(schema.name.split("::")[1]) or schema.name == "aten::record_stream":
+    name = schema.name.split("::")[1]
+    if _WITHOUT_KERNEL.search(name) or name == "record_stream":
         return reads, writes
     given = [*zip(schema.arguments, args)]
     given += [
@@ -164,7 +167,7 @@ def used(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[list[torch.Tensor
     for result, value in zip(schema.returns, outputs):
         if result.alias_info is None:
             writes += _plain(value)
-    return reads, writes
+    return ([] if _LIKE.search(name) else reads), writes
 
 
 def _plain(value: Any) -> list[torch.Tensor]:

@@ -1,8 +1,7 @@
 """Training on watched streams: does every kernel, copy and collective wait for what it must?
 
-Each wait of ``comm/streams.py`` is needed by one of the programs here, so that one that is missing is noticed, with two
-exceptions: no program writes shards on the host from a stream, and for the stream of a gradient's hook autograd itself
-waits in C++, which is not seen.
+Each wait of ``comm/streams.py`` is needed by one of the programs here, so that one that is missing is noticed, with one
+exception: for the stream of a gradient's hook autograd itself waits in C++, which is not seen.
 """
 
 from __future__ import annotations
@@ -194,6 +193,16 @@ def _hooks_the_sums(run: _Run) -> None:
     run.step(2)
 
 
+def _writes_from_the_device(run: _Run) -> None:
+    """New values for shards on the host come from a stream, and the host does not wait for them."""
+    run.step(2)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            shard = parameter.to_local()
+            shard.copy_(torch.ones(shard.shape, device=run.trial.place.device), non_blocking=True)
+    run.step()
+
+
 def _breaks_off(run: _Run) -> None:
     """A hook of a reduction raises: what is on lanes still reads gradients and sums."""
 
@@ -306,6 +315,7 @@ PROGRAMS = [
     _Program("compressed", {"compression": INT8}),
     # On a CPU, shards and state are on the host in any case.
     _Program("offloaded", {"offload_policy": CPUOffloadPolicy()}, needs_gpu=True),
+    _Program("written on the host", {"offload_policy": CPUOffloadPolicy()}, _writes_from_the_device, needs_gpu=True),
     _Program("state on the host", {"mp_policy": MIXED}, _steps_with_state_on_the_host, needs_gpu=True),
     _Program("whole matrices", {"mp_policy": MIXED}, _steps_on_whole_matrices, needs_gpu=True),
     _Program("hybrid", HYBRID),

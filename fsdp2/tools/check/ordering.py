@@ -88,15 +88,21 @@ class Ordering(TorchDispatchMode):
             reads, writes = tensors_in(args[1:]), tensors_in(args[0])
         else:
             reads, writes = used(func, args, kwargs, out)
-        read, written = ([extent(tensor) for tensor in tensors if tensor.is_cuda] for tensors in (reads, writes))
-        if not read and not written:
+        on_device = [tensor.is_cuda for tensor in (*reads, *writes)]
+        if not any(on_device):
             return out
+        read, written = ([extent(tensor) for tensor in tensors if _is_seen(tensor)] for tensors in (reads, writes))
         stream = torch.cuda.current_stream().cuda_stream
         self._accesses.use(stream, read, written, f"{name.split('::')[1]} at {_where()}")
-        copies = len(read) + len(written) < len(reads) + len(writes)  # from or to the host
+        copies = not all(on_device)  # from or to the host
         if "local_scalar" in name or (copies and not _given(func, args, kwargs).get("non_blocking")):
             self._accesses.wait(HOST, self._accesses.so_far(stream))  # the host has waited for the copy
         return out
+
+
+def _is_seen(tensor: torch.Tensor) -> bool:
+    """Return whether a stream may use the memory of ``tensor``: the device's, and what is page-locked of the host's."""
+    return tensor.is_cuda or tensor.is_pinned()
 
 
 def _key(stream: Any) -> Any:

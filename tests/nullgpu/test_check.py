@@ -17,10 +17,6 @@ from fsdp2.tools.check.place import Place
 from tests.nullgpu.programs import ranks
 from tests.nullgpu.test_ordered import ROWS, without
 
-UNSEEN = {("compute", "GroupGradients._arrives")}
-"""The wait for nodes of another stream: autograd waits for them in C++, which the check does not see."""
-SEEN = [row for row in ROWS if row not in UNSEEN]
-
 
 @pytest.fixture
 def place() -> Iterator[Place]:
@@ -36,7 +32,7 @@ def test_nothing_is_noticed_as_it_is(place):
     assert outcome.verdict == "right", outcome.text
 
 
-@pytest.mark.parametrize("row", SEEN, ids=" ".join)
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
 def test_a_wait_that_is_left_out(place, row):
     """The verdict says which kernel does not wait for which."""
     with without(ROWS[row][0]) as skipped:

@@ -1,7 +1,7 @@
 """Training on watched streams: does every kernel, copy and collective wait for what it must?
 
-Each wait of ``comm/streams.py`` is needed by one of the programs here, so that one that is missing is noticed, with one
-exception: for the stream of a gradient's hook autograd itself waits in C++, which is not seen.
+Each wait of ``comm/streams.py`` is needed by one of the programs here, so that one that is missing is noticed. Waits of
+autograd itself, in C++, are not seen, so no program may need one.
 """
 
 from __future__ import annotations
@@ -203,6 +203,51 @@ def _writes_from_the_device(run: _Run) -> None:
     run.step()
 
 
+class _Ones(torch.autograd.Function):
+    """A gradient of ones, which does not depend on the one that comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, kept: list[Any]) -> Tensor:
+        """Return ``weight``; the memory of its gradient will be in ``kept``."""
+        ctx.kept = kept
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return ones."""
+        made = torch.ones_like(gradient)
+        ctx.kept.append(made.untyped_storage())  # not the tensor, which autograd would copy if somebody else had it
+        return made, None
+
+
+class _Aside(nn.Linear):
+    """A layer that makes its weight's gradient on a stream of its own.
+
+    It reads nothing there for which autograd waits in C++, unseen, and what it has made is never written again.
+    """
+
+    aside: torch.cuda.Stream
+    kept: list[Any]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        with torch.cuda.stream(self.aside):
+            weight = _Ones.apply(self.weight, self.kept)
+        return nn.functional.linear(x, weight)
+
+
+def _computes_aside(run: _Run) -> None:
+    """Gradients are made on another stream than compute."""
+    layers = [_Aside(64, 64, bias=False, device=run.trial.place.device) for _ in range(2)]
+    for layer in layers:
+        layer.aside, layer.kept = torch.cuda.Stream(), []
+        fully_shard(layer, **run.options)
+    model: Any = fully_shard(nn.Sequential(*layers), **run.options)
+    for _ in range(3):
+        loss_of(model(run.rows)).backward()
+        model.zero_grad()
+
+
 def _breaks_off(run: _Run) -> None:
     """A hook of a reduction raises: what is on lanes still reads gradients and sums."""
 
@@ -332,6 +377,7 @@ PROGRAMS = [
     _Program("a teacher", do=_teaches),
     _Program("a unit that an evaluation leaves out", OVER_REPLICAS, _skips),
     _Program("a hook on sums", {"mp_policy": MIXED}, _hooks_the_sums, needs_gpu=True),
+    _Program("gradients of another stream", {"mp_policy": MIXED}, _computes_aside, needs_gpu=True),
     _Program("a hook that raises", HYBRID, _breaks_off),
     _Program("a tensor class", do=_decodes),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -45,6 +45,8 @@ class _Backward:
     end_waits: set[int] | None
     gather_waits: set[int]
     offered: int = 0  # streamed chunks that were launched, or left for later with their gradients on the parameters
+    arrived: set[int] = field(default_factory=set)  # parameters with new gradients, where earlier ones have accumulated
+    ended: bool = False  # autograd's backward is over
 
     def params_offered(self) -> set[int]:
         """Return the parameters in these chunks."""
@@ -192,6 +194,8 @@ class GroupGradients:
         plan, memory = backward.plan, self.comm.reductions.memory
         if i not in plan.reduced:
             return  # it was frozen after the forward: autograd calls its hooks, but makes no gradient
+        if self.unreduced.accumulated:
+            backward.arrived.add(i)
         if memory.packed and full.nbytes * _SMALL_PART >= self._store.full_bytes:
             memory.drop_packed()  # of the previous unit: the pack lane has copied them beside this unit's compute
         if backward.gather_waits:
@@ -216,7 +220,17 @@ class GroupGradients:
     def note_end(self) -> None:
         """Note that the whole backward has ended, so no unit follows beside which gradients could be copied."""
         if self._backward is not None:
-            self._backward.final = True
+            self._backward.final = self._backward.ended = True
+
+    def _awaited(self, backward: _Backward | None) -> set[int]:
+        """Return the parameters that may have gradients of earlier backwards, but expect those of this one.
+
+        They are sent when these have come, as on ranks that have no earlier ones: backward comes to a unit that is
+        called twice before it has finished any of its gradients.
+        """
+        if backward is None or backward.ended or not self.unreduced.accumulated:
+            return set()
+        return (self._expected() or set()) - backward.arrived
 
     def reduce_rest(self, launch: Launch) -> None:
         """Reduce every gradient that was not reduced yet, and end the backward through the group."""
@@ -235,9 +249,11 @@ class GroupGradients:
         if not unused and True not in there and not self.unreduced.sums:
             self.unreduced.accumulated.clear()  # no backward has left any, or somebody has dropped them
             return
-        plan, first, left = self._current_plan(), not offered, False
+        awaited = set() if unused else self._awaited(backward)
+        plan, first, left = self._current_plan(), not offered, bool(awaited)
         for chunk in plan.chunks.chunks:
-            present = [i for i in chunk if there[i] or (i not in offered and (unused or self._must_flush(i)))]
+            wanted = [i for i in chunk if there[i] or (i not in offered and (unused or self._must_flush(i)))]
+            present = [i for i in wanted if i not in awaited] if awaited else wanted
             if present:
                 left |= not self._launch(plan, tuple(present), launch, finished, first=first)
                 first = False

@@ -61,6 +61,42 @@ def test_ranks_with_different_numbers_of_micro_batches(rank, world, way):
         torch.testing.assert_close(got.full_tensor(), expected)
 
 
+class Recurrent(nn.Module):
+    """One layer that runs twice, and a last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.last = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kept", [False, True])
+def test_different_numbers_of_micro_batches_of_a_unit_that_runs_twice(rank, world, kept):
+    """Backward leaves its second call before any of its gradients is finished. Ranks sent those of earlier
+    micro-batches then, and a rank without any sent another unit's: all raised. Found by a random program."""
+    mesh = mesh_of(world) if kept else mesh_of(world, 1, names=("replicate", "shard"))
+    module, plain = beside_one_process(
+        Recurrent, lambda module: [module.twice], mesh=mesh, reshard_after_forward=False if kept else None
+    )
+    for step in range(STEPS):
+        for unit in (module, module.twice) if kept else ():
+            unit.unshard()
+        batches = micro_batches(rank, step)
+        for i, batch in enumerate(batches):
+            module.set_requires_gradient_sync(i + 1 == len(batches))
+            module.set_reshard_after_backward(not kept or i + 1 == len(batches))
+            module(batch).square().sum().backward()
+        for other in range(world):
+            for batch in micro_batches(other, step):
+                (plain(batch).square().sum() / world).backward()
+        for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+            got.grad = expected.grad = None
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("told", ["all ranks", "ranks with several"])
 def test_different_numbers_of_micro_batches_in_low_precision(rank, world, told):

@@ -258,6 +258,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "and results are the same bit for bit": (
             OPTIM + "test_full_params_overlap.py::test_whatever_happens_between_backward_and_step",
         ),
+        "Results are the same bit for bit": (OPTIM + "test_full_params_kept.py::test_whatever_happens_between_steps",),
+        "if it differs between matrices, `state_dict` raises an error": (
+            OPTIM + "test_full_params.py::test_numbers_that_differ_between_matrices_of_a_stack",
+        ),
         "reading a value raises an error that names the owner": (
             OPTIM + "test_full_params.py::test_state_of_others_says_where_it_is",
         ),

@@ -308,6 +308,39 @@ def test_matrices_of_one_shape_in_one_batch(rank, world):
         torch.testing.assert_close(full_of(one), full_of(other))
 
 
+class Numbered(torch.optim.Optimizer):
+    """Steps by the sign of gradients, and gives each parameter a number of its own that is no tensor."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step."""
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p].setdefault("number", sum("number" in state for state in self.state.values()))
+                p.sub_(p.grad.sign(), alpha=0.1)
+
+
+@on_ranks(1, 2)
+def test_numbers_that_differ_between_matrices_of_a_stack(rank, world):
+    """Steps are right, since each matrix has its state where it is owned; a state dict has one number for a stack."""
+    torch.manual_seed(7)
+    model = Experts(4)
+    alone = copy.deepcopy(model)
+    shard(model, mesh_1d())
+    optimizer = fsdp2.use_full_params(Numbered(model.parameters()), stacked=lambda param: param.ndim == 3)
+    for one in (model, alone):
+        one(rows(0)).square().sum().backward()
+    optimizer.step()
+    Numbered(alone.parameters()).step()
+    for got, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full_of(got), expected.detach())
+    with pytest.raises(RuntimeError, match=r"a stack of \d matrices has different int values in its state"):
+        optimizer.state_dict()["state"][0]["number"]
+
+
 @on_ranks(2)
 def test_what_is_no_stack(rank, world):
     """Where ``stacked`` is wrong, every rank raises before anything is changed; convolutions stay torch's business."""

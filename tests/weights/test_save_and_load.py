@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdp2
 from float8_linear import Float8Weight
@@ -63,7 +64,8 @@ def through_file(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return what a file of this rank gives back."""
     path = path.with_suffix(f".{dist.get_rank()}")
     torch.save(state, path)
-    return torch.load(path, weights_only=True)
+    with torch.serialization.safe_globals([_StridedShard]):  # torch 2.11 does not allow it by itself
+        return torch.load(path, weights_only=True)
 
 
 def typed(name: str) -> Callable[..., Saved]:

@@ -9,12 +9,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.optim.whole import exchange
 from tests.optim.test_full_params import on_mesh, rows
-from tests.optim.test_full_params_overlap import Run
+from tests.optim.test_full_params_overlap import Run, assert_same_state
 from tests.support.composition import composes
 from tests.support.parity import fulls, mesh_1d
 from tests.support.pool import on_ranks
@@ -81,11 +80,7 @@ def test_whatever_happens_between_steps(rank, world, between, overlap):
             assert kept.sent["step"] < plain.sent["step"], step
         elif between != "one bit":
             assert kept.sent["step"] == plain.sent["step"]
-    saved = [run.optimizer.state_dict()["state"] for run in (kept, plain)]
-    for index, entry in saved[1].items():
-        for name, value in entry.items():
-            other = saved[0][index][name]
-            assert torch.equal(other.to_local(), value.to_local()) if isinstance(value, DTensor) else other == value
+    assert_same_state(kept, plain)
 
 
 @on_ranks(2)

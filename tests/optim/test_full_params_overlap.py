@@ -90,6 +90,15 @@ class Run:
         return [param.grad for param in self.model.parameters()]
 
 
+def assert_same_state(one: Run, other: Run) -> None:
+    """Assert that two optimizers save the same state, bit for bit."""
+    ours, theirs = (run.optimizer.state_dict()["state"] for run in (one, other))
+    for index, entry in theirs.items():
+        for name, value in entry.items():
+            got = ours[index][name]
+            assert torch.equal(got.to_local(), value.to_local()) if isinstance(value, DTensor) else got == value
+
+
 def _locals(run: Run) -> list[Tensor]:
     return [grad.to_local() for grad in run.grads]
 
@@ -162,11 +171,7 @@ def test_whatever_happens_between_backward_and_step(rank, world, between):
             assert early.sent["step"] < plain.sent["step"], step
         elif between != "one bit" and rank == 0:
             assert early.sent["step"] == plain.sent["step"]
-    saved = [run.optimizer.state_dict()["state"] for run in (early, plain)]
-    for index, entry in saved[1].items():
-        for name, value in entry.items():
-            other = saved[0][index][name]
-            assert torch.equal(other.to_local(), value.to_local()) if isinstance(value, DTensor) else other == value
+    assert_same_state(early, plain)
 
 
 @on_ranks(4)

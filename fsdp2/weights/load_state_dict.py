@@ -164,11 +164,11 @@ def before_load_tree(
         if problem := why_unreadable(value):
             problems.append(f"{clean_name(key)}: {problem}")
         elif is_piece(value) and managed is not None:
-            problems.append(_wrong_piece(value, managed.sharded, managed.spec, clean_name(key)))  # type: ignore[arg-type]
+            problems.append(_wrong_piece(value, managed.sharded, managed.spec, clean_name(key)))  # type: ignore[arg-type]  # a dict
         elif is_piece(value) and isinstance(tensor, DTensor) and not is_managed_tensor(tensor):
             problems.append(_wrong_piece(value, tensor, None, clean_name(key)))  # type: ignore[arg-type]  # a dict
             if not problems[-1]:
-                state_dict[key] = dtensor_like(tensor, value["piece"].detach())  # type: ignore[index]
+                state_dict[key] = dtensor_like(tensor, value["piece"].detach())  # type: ignore[index]  # a dict
         elif is_piece(value) or (isinstance(value, DTensor) and _is_plain(tensor) and not assign):
             problems.append(
                 f"{clean_name(key)} is not sharded here; got {'a piece' if is_piece(value) else 'a DTensor'}, expected "

@@ -27,7 +27,7 @@ BOTH := tests=$$?; wait $$types && exit $$tests
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
-demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw loss, memory and speed (two to three minutes on two idle cores)
+demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw loss, memory and speed (about a minute and a half on two idle cores)
 	@$(PY) examples/demo.py $(ARGS)
 
 test: style ## what every change must pass: lint, types, house rules, every feature on real processes (about six minutes)

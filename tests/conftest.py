@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--clients", action="store_true", help="run the tests that need other packages, and skip none")
     parser.addoption("--limit", type=float, help="seconds after which any test counts as hanging")
     parser.addoption("--most-ranks", type=int, metavar="N", help="leave out tests on more ranks")
+    parser.addoption("--least-ranks", type=int, metavar="N", help="leave out tests on fewer ranks")
     parser.addoption("--long", action="store_true", help="run thousands of random programs, with a random seed")
 
 
@@ -72,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in usual]
     if (most := config.getoption("--most-ranks")) is not None:
         items[:] = [item for item in items if _params(item).get("world", 0) <= most]
+    if (least := config.getoption("--least-ranks")) is not None:
+        items[:] = [item for item in items if _params(item).get("world", 0) >= least]
     items.sort(key=_place)
 
 

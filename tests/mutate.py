@@ -2,6 +2,7 @@
 
     python tests/mutate.py            # break, test, write tests/mutation.md; goes on where it was interrupted
     python tests/mutate.py --likely   # only the tests that enter what is broken; what they miss is left for later
+    python tests/mutate.py --alone    # and of these only the tests without ranks
     python tests/mutate.py --list     # the places, without running anything
     python tests/mutate.py --only reduce.py --again
     python tests/mutate.py --shuffle 7 # in an order by chance, so that what there is time for is a sample
@@ -9,10 +10,14 @@
                                       # the table keeps what other calls found in the other parts
 
 A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. The test that
-the table names runs first; then of the tests without processes those that enter the broken function, as
-``runs/entered.json`` knows; then all that ``make test`` runs. The first failure ends it. A failure counts if the test
-fails alone as well, and passes without the mutant. Results are kept in ``runs/mutation.jsonl``, by the text of the
-broken function: what has changed since is run again. It may be interrupted at any time.
+the table names runs first; then of the tests without ranks those that enter the broken function, and then of those on
+ranks, a few quick ones before many. ``runs/entered.json`` knows which enter what; files are asked when they are needed.
+What all of these miss waits until the other places are finished, and then all that ``make test`` runs is run. The first
+failure ends it. A failure counts if the test fails alone as well, and passes without the mutant. Results are kept in
+``runs/mutation.jsonl``, by the text of the broken function: what has changed since is run again. It may be interrupted
+at any time.
+
+Each run of pytest is a fork of this process, which has imported torch but nothing of the package or of its tests.
 
 A busy machine makes no test fail here: one that ran out of time runs again without the mutant, and then with it for as
 long as ten times that took.
@@ -22,12 +27,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
+import importlib
 import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,7 +58,11 @@ DIAGNOSTIC = ("engine/hints",)
 PLACES = 7
 """How many places of each rule are broken in a folder: a sample by chance that other places' changes leave as it is."""
 FIRST_SECONDS = 100
-"""How long the tests may take that run before all others."""
+"""How long the tests may take, without ranks and on ranks, that run before all others."""
+RUN_SECONDS = 3
+"""How long the first of their runs may take; each of the next may take as long as all before, twice."""
+FILES = 12
+"""Of how many files tests on ranks are looked for at once."""
 LIMIT_SECONDS = 60
 """How long one test may take before it is looked at whether it hangs."""
 SLOWER = 10
@@ -58,6 +71,22 @@ OUT_OF_TIME = re.compile(r"the test takes more than|no answer: hung or died|Time
 """What tests say that ran out of time, if not that they fail."""
 STAGE_SECONDS = 2400
 """How long a run of tests may take; one that takes longer shows nothing."""
+WARM = (
+    "hypothesis.strategies",
+    "numpy",
+    "pytest",
+    "safetensors.torch",
+    "torch.distributed._composable",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.experimental",
+    "torch.distributed.tensor.parallel",
+    "torch.optim.swa_utils",
+    "torch.testing._internal.distributed.fake_pg",
+)
+"""What tests import that is not ours: once, by the process that runs of pytest are forks of."""
 BASICS = ("scenarios", "streams", "counts", "memory", "strict_nccl", "launches")
 """The files of tests/step that are asked before others: they simulate ranks and streams in one process."""
 SPARED = re.compile(
@@ -67,6 +96,8 @@ SPARED = re.compile(
 
 EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "equivalent.json").read_text())
 """Why nothing can notice a mutant, by its place, the rule, and what is broken there."""
+WORKERS = 2
+"""Processes for all tests."""
 EVERYWHERE = ["tests/"]
 AMONG = [*EVERYWHERE]
 """Where the tests are that are asked."""
@@ -309,36 +340,32 @@ def test_files(folder: Path) -> list[str]:
     return sorted(path for path in files if not path.startswith(skipped) and path.startswith(tuple(AMONG)))
 
 
-def entered(whole: Path) -> dict[str, Tests]:
-    """Return, by file, how long each test without processes takes and which functions of the package it enters.
+def entered(whole: Path, names: list[str], ranks: bool = False) -> dict[str, Tests]:
+    """Return, by file of ``names``, how long each test takes, without ranks or on them, and which functions of the
+    package it enters.
 
     Files that changed since this was last asked are run.
     """
     known = json.loads(ENTERED.read_text()) if ENTERED.exists() else {}
     package = digest(sorted((whole / "fsdp2").rglob("*.py")))
-    files = {name: digest([whole / name]) for name in test_files(whole)}
-    if changed := [name for name in files if known.get(name, {}).get("text") != files[name]]:
-        print(f"asking which functions the tests of {len(changed)} files enter", flush=True)
+    files = {name: digest([whole / name]) for name in names}
+    key = (lambda name: f"{name} on ranks") if ranks else str
+    if changed := [name for name in files if known.get(key(name), {}).get("text") != files[name]]:
+        print(f"asking which functions the tests{' on ranks' * ranks} of {len(changed)} files enter", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "entered.json"
-            options = [
-                "-p",
-                "tests.support.entered",
-                f"--entered={found}",
-                "--most-ranks=0",
-                f"--limit={LIMIT_SECONDS}",
-            ]
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *changed]
-            environment = {**os.environ, "PYTHONPATH": str(whole)}
-            subprocess.run(command, cwd=whole, env=environment, stdout=subprocess.DEVNULL, check=False)
+            which = "--least-ranks=1" if ranks else "--most-ranks=0"
+            options = ["-p", "tests.support.entered", f"--entered={found}", which, f"--limit={2 * LIMIT_SECONDS}"]
+            pytest_in(whole, [*options, *changed])
             tests: Tests = json.loads(found.read_text())
         for name in changed:
             of_file = {test: value for test, value in tests.items() if test.split("::")[0] == name}
-            known[name] = {"text": files[name], "package": package, "tests": of_file}
+            known[key(name)] = {"text": files[name], "package": package, "tests": of_file}
         ENTERED.parent.mkdir(exist_ok=True)
         ENTERED.write_text(json.dumps(known))
-    PASSING.update(test for name in files if known[name]["package"] == package for test in known[name]["tests"])
-    return {name: known[name]["tests"] for name in files}
+    found_in = {name: known[key(name)] for name in files}
+    PASSING.update(test for one in found_in.values() if one["package"] == package for test in one["tests"])
+    return {name: one["tests"] for name, one in found_in.items()}
 
 
 def digest(paths: list[Path]) -> str:
@@ -346,20 +373,28 @@ def digest(paths: list[Path]) -> str:
     return hashlib.sha1(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
-def likely(mutant: Mutant, files: list[str], tests: dict[str, Tests]) -> list[str]:
-    """Return the tests that enter the broken function, as many as there is time for: quick ones, and of each file those
-    that enter little else, before others."""
-    function, chosen, seconds = f"{mutant.path} {mutant.function}", [], 0.0
+def likely(
+    mutant: Mutant, files: list[str], tests: dict[str, Tests], most: float = FIRST_SECONDS
+) -> Iterator[list[str]]:
+    """Yield the tests that enter the broken function, as many as ``most`` seconds suffice for: quick ones, and of each
+    file those that enter little else, before others; and a few before many."""
+    function, chosen = f"{mutant.path} {mutant.function}", []
     for place, name in enumerate(files):
         of_file = [(len(also), took, test) for test, (took, also) in tests.get(name, {}).items() if function in also]
         for number, (_, took, test) in enumerate(sorted(of_file), 1):
             chosen.append((number * (took + 0.2), place, took, test))
-    chosen.sort()
-    for number, (_, _, took, _) in enumerate(chosen):
-        seconds += took
-        if seconds > FIRST_SECONDS:
-            return [test for *_, test in chosen[: max(number, 1)]]
-    return [test for *_, test in chosen]
+    run: list[str] = []
+    spent, until = 0.0, RUN_SECONDS
+    for _, _, took, test in sorted(chosen):
+        if run and spent + took > until:
+            yield run
+            run, until = [], 3 * until
+        spent += took
+        run.append(test)
+        if spent > most:
+            break
+    if run:
+        yield run
 
 
 def copy_tree(target: Path) -> None:
@@ -386,21 +421,58 @@ def first_failure(folder: Path, files: list[str], *options: str, limit: float = 
 
     Raises ``TimeoutError`` if they do not end.
     """
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--limit={limit}"]
-    command += [*options, *(f"--deselect={test}" for test in FAILING)]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile everything
-    try:
-        ended = subprocess.run(
-            [*command, *files], cwd=folder, env=environment, capture_output=True, text=True, timeout=STAGE_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"the tests took more than {STAGE_SECONDS} seconds") from None
-    if ended.returncode in (0, 5):
+    arguments = ["-x", f"--limit={limit}", *options, *(f"--deselect={test}" for test in FAILING), *files]
+    status, output = pytest_in(folder, arguments)
+    if status in (0, 5):
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+(?: [^-]\S*)*)", ended.stdout, re.MULTILINE)
-    late = OUT_OF_TIME.search(ended.stdout) is not None
-    return Failure(failed[1] if failed else f"pytest ends with {ended.returncode}", late)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+(?: [^-]\S*)*)", output, re.MULTILINE)
+    late = OUT_OF_TIME.search(output) is not None
+    return Failure(failed[1] if failed else f"pytest ends with {status}", late)
+
+
+def pytest_in(folder: Path, arguments: list[str]) -> tuple[int | None, str]:
+    """Run pytest in a copy of the tree; return its exit status and what it wrote.
+
+    Raises ``TimeoutError`` if it does not end.
+    """
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        process = multiprocessing.get_context("fork").Process(target=_pytest, args=(folder, arguments, log.name))
+        process.start()
+        process.join(STAGE_SECONDS)
+        if process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+            raise TimeoutError(f"the tests took more than {STAGE_SECONDS} seconds")
+        return process.exitcode, log.read()
+
+
+def _pytest(folder: Path, arguments: list[str], log: str) -> None:
+    """Be ``python -m pytest`` in ``folder``."""
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile everything
+    sys.dont_write_bytecode = False
+    sys.path[:] = [str(folder), *(path for path in sys.path if Path(path).resolve() not in (ROOT, ROOT / "tests"))]
+    sys.modules["__main__"] = importlib.import_module("pytest.__main__")
+    sys.argv = ["pytest"]
+    import pytest
+
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *arguments]))
+
+
+def warm_up() -> None:
+    """Import what is not ours."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # as tests/conftest.py says
+    for name in WARM:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    ours = [name for name in sys.modules if name.split(".")[0] in ("fsdp2", "tests")]
+    assert not ours, f"runs would test what is imported: {ours}"
 
 
 def noticed_by(folder: Path, whole: Path, files: list[str], *options: str) -> str:
@@ -424,30 +496,54 @@ def noticed_by(folder: Path, whole: Path, files: list[str], *options: str) -> st
 
 
 def run(
-    mutant: Mutant, results: list[dict[str, object]], whole: Path, tests: dict[str, Tests], workers: int, named: str
+    mutant: Mutant, results: list[dict[str, object]], whole: Path, tests: dict[str, Tests], stages: str, named: str
 ) -> dict[str, object] | None:
     """Return what became of one mutant, which the test ``named`` noticed last time, if that is not "".
 
-    None if it was not noticed by the likely tests, nor by those that ``workers`` run, and these were not all.
+    None if it was not noticed by the tests of ``stages``, and these were not all.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shutil.copytree(whole, folder, dirs_exist_ok=True)  # with what is compiled already
+        shutil.copytree(whole, folder, copy_function=os.link, dirs_exist_ok=True)  # with what is compiled already
         broken = folder / mutant.path
-        broken.write_text(mutant.source(broken.read_text()))
-        files = order(mutant, results)
-        by = noticed_by(folder, whole, [named]) if named else ""
-        by = by if "::" in by else ""  # there may be no such test any more
-        first = [] if by else likely(mutant, files, tests)
-        by = noticed_by(folder, whole, first) if first else by
-        if by and "::" not in by:  # nothing can be collected, say
-            by = noticed_by(folder, whole, [*dict.fromkeys(test.split("::")[0] for test in first)], "--most-ranks=0")
-        if not by and workers:
-            by = noticed_by(folder, whole, files, f"--numprocesses={workers}", "--dist=worksteal")
-        if not by and (AMONG != EVERYWHERE or not workers):
+        text = broken.read_text()
+        broken.unlink()
+        broken.write_text(mutant.source(text))
+        by = _noticed(mutant, folder, whole, order(mutant, results), tests, stages, named)
+        if not by and ("all" not in stages or AMONG != EVERYWHERE):
             return None
     return {**asdict(mutant), "noticed": bool(by), "by": by, "seconds": round(time.monotonic() - start)}
+
+
+def _noticed(
+    mutant: Mutant, folder: Path, whole: Path, files: list[str], tests: dict[str, Tests], stages: str, named: str
+) -> str:
+    by = noticed_by(folder, whole, [named]) if named else ""
+    if "::" in by:  # there may be no such test any more
+        return by
+    if "alone" in stages:
+        for some in likely(mutant, files, tests):
+            if by := _of_a_file(folder, whole, some, "--most-ranks=0"):
+                return by
+    left, several = float(FIRST_SECONDS), files if "ranks" in stages else []
+    while several and left > 0:
+        these, several = several[:FILES], several[FILES:]
+        on_ranks = entered(whole, these, ranks=True)
+        seconds = {test: took for of_file in on_ranks.values() for test, (took, _) in of_file.items()}
+        for some in likely(mutant, these, on_ranks, left):
+            left -= sum(seconds[test] for test in some)
+            if by := _of_a_file(folder, whole, some, "--least-ranks=1"):
+                return by
+    return noticed_by(folder, whole, files, f"--numprocesses={WORKERS}", "--dist=worksteal") if "all" in stages else ""
+
+
+def _of_a_file(folder: Path, whole: Path, tests: list[str], ranks: str) -> str:
+    """Return the first of ``tests`` that notices; where nothing can be collected, say, of all in their files."""
+    by = noticed_by(folder, whole, tests)
+    if by and "::" not in by:
+        by = noticed_by(folder, whole, [*dict.fromkeys(test.split("::")[0] for test in tests)], ranks)
+    return by
 
 
 # ---- the table ----
@@ -516,12 +612,12 @@ def main() -> int:
     """Run what has not been run, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="show the places and run nothing")
-    parser.add_argument("--likely", action="store_true", help="run only the tests that are likely to notice")
+    parser.add_argument("--likely", action="store_true", help="run only the tests that enter what is broken")
+    parser.add_argument("--alone", action="store_true", help="and of these only those without ranks")
     parser.add_argument("--only", default="", metavar="TEXT", help="places or rules that have this in their names")
     parser.add_argument("--again", action="store_true", help="run what has been run as well")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="in an order by chance")
     parser.add_argument("--places", type=int, default=PLACES, help="how many places of each rule in a folder")
-    parser.add_argument("--workers", type=int, default=2, help="processes for the tests that run last")
     parser.add_argument("--folders", nargs="+", default=FOLDERS, metavar="FOLDER", help="of the package, to be broken")
     parser.add_argument("--among", nargs="+", metavar="PATH", help="where the tests are that are asked; otherwise all")
     options = parser.parse_args()
@@ -541,33 +637,44 @@ def main() -> int:
     if options.list:
         print("\n".join(titles))
         return 0
+    warm_up()
+    finished: set[str] = set()
     with tempfile.TemporaryDirectory() as name:
         copy_tree(Path(name))
-        tests = entered(Path(name))
+        tests = entered(Path(name), test_files(Path(name)))
         try:
-            for title in titles:
-                mutant, workers = wanted[title], 0 if options.likely else options.workers
-                print(title, flush=True)
-                try:
-                    by = earlier.get(mutant.row, "")
-                    keep(run(mutant, [*results.values()], Path(name), tests, workers, by), results)
-                except TimeoutError as error:
-                    print(f"    {error}", flush=True)
+            for stages in _stages(options.likely, options.alone):
+                for title, mutant in [(title, wanted[title]) for title in titles if title not in finished]:
+                    print(title, flush=True)
+                    try:
+                        by = earlier.pop(mutant.row, "")
+                        if keep(run(mutant, [*results.values()], Path(name), tests, stages, by), results):
+                            finished.add(title)
+                    except TimeoutError as error:
+                        print(f"    {error}", flush=True)
         finally:  # also when it is interrupted
             TABLE.write_text(table(chosen, results))
     return 0
 
 
-def keep(result: dict[str, object] | None, results: dict[str, dict[str, object]]) -> None:
-    """Add a result to the others and to the file, and print it."""
+def _stages(likely: bool, alone: bool) -> list[str]:
+    """Return which tests are asked of all places, and then of those that remain."""
+    if alone:
+        return ["alone"]
+    return ["alone, ranks"] if likely else ["alone, ranks", "all"]
+
+
+def keep(result: dict[str, object] | None, results: dict[str, dict[str, object]]) -> bool:
+    """Add a result to the others and to the file, if there is one, and print it; return whether there is."""
     if result is None:
         print("    not noticed by the tests that ran", flush=True)
-        return
+        return False
     results[str(result["key"])] = result
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as file:
         file.write(json.dumps(result) + "\n")
     print(f"    {result['by'] or 'NOT NOTICED'} ({result['seconds']} s)", flush=True)
+    return True
 
 
 if __name__ == "__main__":

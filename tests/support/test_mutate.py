@@ -83,7 +83,7 @@ def test_the_table_says_which_test_noticed_a_place(tmp_path: Path, monkeypatch: 
 
 
 def test_tests_that_enter_what_is_broken_run_first(tmp_path: Path) -> None:
-    """The first of each file, which enters little else, then the second, the quick ones first."""
+    """The first of each file, which enters little else, then the second, the quick ones first; a few before many."""
     path = tmp_path / "group.py"
     path.write_text(SOURCE)
     mutant = next(mutate.mutants_of(path, tmp_path))
@@ -92,9 +92,10 @@ def test_tests_that_enter_what_is_broken_run_first(tmp_path: Path) -> None:
         "a.py": {"a.py::wide": (1.0, [here, "other"]), "a.py::narrow": (1.0, [here]), "a.py::else": (1.0, ["other"])},
         "b.py": {"b.py::only": (1.0, [here])},
     }
-    assert mutate.likely(mutant, ["a.py", "b.py"], tests) == ["a.py::narrow", "b.py::only", "a.py::wide"]
+    assert [*mutate.likely(mutant, ["a.py", "b.py"], tests)] == [["a.py::narrow", "b.py::only", "a.py::wide"]]
     tests["b.py"]["b.py::only"] = (much, [here])
-    assert mutate.likely(mutant, ["a.py", "b.py"], tests) == ["a.py::narrow", "a.py::wide"]
+    tests["c.py"] = {"c.py::late": (2 * much, [here])}
+    assert [*mutate.likely(mutant, ["a.py", "b.py", "c.py"], tests)] == [["a.py::narrow", "a.py::wide"], ["b.py::only"]]
 
 
 @pytest.mark.parametrize("hangs", [False, True])

@@ -8,6 +8,7 @@ new kind of parameter one class in ``KINDS``.
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import traceback
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
+from tests.optim.stepping import host_apart, local, on_host
 from tests.support import api
 from tests.support.parity import full, mesh_1d
 from tests.support.pool import on_ranks
@@ -161,10 +163,12 @@ def build(kind: str, way: str, seed: int = 3, params: Callable[[Any], Any] = lam
         fsdp2.use_local_shards(optimizer)
     if way == "use_full_params":
         fsdp2.use_full_params(optimizer)
+    if way == "offload_optimizer_state":
+        fsdp2.offload_optimizer_state(fsdp2.use_local_shards(optimizer), bucket_mb=64 / 2**20)
     return Pair(model, optimizer)
 
 
-WAYS = ("before", "stepped before", "after", "use_local_shards", "use_full_params")
+WAYS = ("before", "stepped before", "after", "use_local_shards", "use_full_params", "offload_optimizer_state")
 STEPPED = False
 
 
@@ -215,9 +219,12 @@ def build_like(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def state_dict(kind: str, way: str, pair: Pair, alone: Pair) -> Pair:
-    """Another pair goes on with the state dicts."""
-    saved = pair.model.state_dict(), copy.deepcopy(pair.optimizer.state_dict())
-    other = build(kind, way, seed=9)
+    """Another pair goes on with the state dicts, from a file; its optimizer is built in the next way."""
+    file = io.BytesIO()
+    torch.save((pair.model.state_dict(), pair.optimizer.state_dict()), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    other = build(kind, WAYS[(WAYS.index(way) + 1) % len(WAYS)], seed=9)
     other.model.load_state_dict(saved[0])
     other.optimizer.load_state_dict(saved[1])
     return other
@@ -302,6 +309,7 @@ ENTRIES: dict[str, Callable[[str, str, Pair, Pair], Pair]] = {
     "state_dict": state_dict,
     "load_state_dict": load_state_dict,
     "get and set_state_dict": checkpoint(StateDictOptions()),
+    "get and set_state_dict on the CPU": checkpoint(StateDictOptions(cpu_offload=True)),
     "full get and set_state_dict": checkpoint(StateDictOptions(full_state_dict=True)),
     "broadcast set_state_dict": checkpoint(StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)),
     "flat get and set_state_dict": checkpoint(StateDictOptions(flatten_optimizer_state_dict=True)),
@@ -357,6 +365,9 @@ def walk(entry: str, kind: str, way: str) -> None:
             torch.testing.assert_close(full(value), full(expected["state"][index][key]), rtol=2e-5, atol=1e-6)
             sharded = isinstance(held[index], DTensor) and key not in COUNTERS
             assert isinstance(value, DTensor) == sharded, f"{key} of parameter {index} is a {type(value).__name__}"
+    if way == "offload_optimizer_state" and entry != "state_dict":  # that one goes on in another way
+        values = [local(value) for state in saved["state"].values() for value in state.values()]
+        assert on_host(pair.optimizer) >= sum(value.nbytes for value in values if value.numel() > 1) > 0
 
 
 @on_ranks(2, limit=300)
@@ -374,7 +385,8 @@ def test_table(rank, world, way):
             if not os.environ.get(ALL_VARIABLE) and (column - row - WAYS.index(way)) % 3:
                 continue
             try:
-                walk(entry, kind, way)
+                with host_apart():
+                    walk(entry, kind, way)
             except Exception:
                 failed.append(f"{entry} x {kind} x {way}:\n{traceback.format_exc()}")
     assert not failed, f"{len(failed)} cells:\n" + "\n".join(failed)

@@ -253,7 +253,8 @@ def test_an_output_that_is_refused(rank, world, method):
 @on_ranks(2)
 @pytest.mark.parametrize("waits", ["gradients", "sums"])
 def test_recovery_drops_what_the_iteration_has_left(rank, world, waits):
-    """Gradients that were reduced, and those (or sums over the shard axis) that wait for a later backward."""
+    """Gradients that were reduced, for nobody can tell which of them belong to the iteration that failed, and those
+    (or sums over the shard axis) that wait for a later backward."""
     mesh = mesh_of(world, 1, names=("replicate", "shard"))
     model, rows = sharded(mesh=mesh), torch.ones(2, WIDTH)
     wait = model.set_requires_gradient_sync if waits == "gradients" else model.set_requires_all_reduce

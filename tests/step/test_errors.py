@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 from typing import Any
 
 import pytest
@@ -105,21 +104,6 @@ def test_a_backward_that_is_tried_again(rank, world):
     loss.backward()
     reference(data(0)).square().mean().backward()
     assert_gradients(module, reference)
-
-
-@api.fsdp2_only  # torch's says so and keeps them
-@on_ranks(2)
-def test_reset_drops_what_was_not_reduced(rank, world):
-    """Gradients accumulated without sync do not survive a reset."""
-    module, alone = beside_one_process(partial(mlp, 4, 8, 8, 4))
-    module.set_requires_gradient_sync(False)
-    module(torch.randn(2, 4)).sum().backward()
-    module.reset_iter_state()
-    module.set_requires_gradient_sync(True)
-    inputs = torch.ones(2, 4)
-    module(inputs).square().mean().backward()
-    alone(inputs).square().mean().backward()
-    assert_gradients(module, alone)
 
 
 @on_ranks(1)
@@ -245,16 +229,6 @@ def test_the_name_of_a_parameter_that_was_removed(rank, world):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^0\.0\.weight: the sharded parameter is not on its module"):
             module(torch.ones(2, 8))
-
-
-@api.fsdp2_only  # torch's keeps them before 2.15
-@on_ranks(2)
-def test_reset_drops_reduced_gradients_too(rank, world):
-    """Which of them belong to the iteration that failed, nobody can tell."""
-    module = build_sharded("mlp", world)
-    module(torch.randn(2, 4)).sum().backward()
-    module.reset_iter_state()
-    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 CAUGHT = """

@@ -32,7 +32,7 @@ logger = logging.getLogger("fsdp2")
 
 _LOOK_SECONDS = 5.0
 _PATIENCE_SECONDS = 10.0  # a wait that takes so long is asked about
-_ANSWER_LOOKS = 2  # looks after which every rank has answered that can
+_ANSWER_LOOKS = 4  # looks after which a rank that has not answered does not; it may be late on a busy machine
 _REMEDY = (
     "Expected: every rank comes to the same collectives in the same order. A full tensor, a full state dict, an "
     "evaluation and a barrier need all ranks: call them outside of `if rank == 0:`"
@@ -179,6 +179,8 @@ class Standstill:
         if asked is not None:
             self._answered = int(asked)
             self._keys.set(f"at/{self._rank}", json.dumps([int(asked), *self._answer()]))
+            if not self._question.looks:
+                self._keys.add(f"answered/{self._question.number}", 1)
         if place.waits:
             self._report()
             if self._seconds >= self._patience:
@@ -203,13 +205,20 @@ class Standstill:
             number = self._keys.add("questions", 1)
             if self._keys.compare_set("asked", "", str(number)) == str(number):
                 self._question = _Question(number, mine=True)
-        elif question.looks >= (_ANSWER_LOOKS if question.mine else 3 * _ANSWER_LOOKS):  # who asked it may have ended
+        elif self._is_answered(question):
             self._keys.set("answers", json.dumps([question.number, self._collect(question.number)]))
             self._forget_question()
             self._report()
 
+    def _is_answered(self, question: _Question) -> bool:
+        """Return whether all ranks have answered, or had the time to; a rank that asked may have ended since."""
+        if not question.mine:
+            return question.looks >= 3 * _ANSWER_LOOKS
+        return question.looks >= _ANSWER_LOOKS or self._keys.add(f"answered/{question.number}", 0) == self._world - 1
+
     def _forget_question(self) -> None:
         self._keys.delete("asked")
+        self._keys.delete(f"answered/{self._question.number}")
         self._question = _Question()
 
     def _collect(self, number: int) -> dict[int, _Answer]:

@@ -80,6 +80,7 @@ def _run(
 ) -> None:
     host_work._SLICE, board._LOOK_SECONDS = timedelta(seconds=SOON), (SOON, board._LOOK_SECONDS[1])
     standstill._LOOK_SECONDS, standstill._PATIENCE_SECONDS = SOON, 4 * SOON
+    standstill._ANSWER_LOOKS = 80  # what answers late on a busy machine answers
     if file:
         store: dist.Store = dist.FileStore(file, world)
     elif listener is not None:

@@ -167,7 +167,7 @@ def stops(rank: int, world: int) -> None:
     if rank == world - 1:
         default_store().set("pid", str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    stopped = int(default_store().get("pid"))
+    stopped, standstill._ANSWER_LOOKS = int(default_store().get("pid")), 8
     until_logged(SILENT, range(world - 1), (lambda: os.kill(stopped, signal.SIGKILL)) if rank == 0 else lambda: None)
     dist.barrier()
 
@@ -321,6 +321,28 @@ def test_a_rank_that_goes_on_is_not_one_that_waits(monkeypatch):
             assert not left
             asked.append(keys.has("asked"))
     assert asked == [False, False, False, True]
+
+
+@pytest.mark.parametrize("late", [0, 1, 3, None])
+def test_answers_are_awaited(monkeypatch, caplog, late):
+    """A rank on a busy machine that looked later than twice after the question was said to be killed, or to hang. All
+    have more time, and where all have answered nobody waits for it to pass."""
+    times = itertools.count(0, standstill._PATIENCE_SECONDS)
+    monkeypatch.setattr(standstill, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(standstill, "_place", lambda doing: standstill._Place("barrier()", True, 1))
+    store = dist.HashStore()
+    asks, answers = (Standstill(Keys(Connections(store), "job", "standstill"), rank, 2, str) for rank in range(2))
+    asks.look()
+    for looks in range(standstill._ANSWER_LOOKS):
+        assert not caplog.messages
+        if looks == late:
+            answers.look()
+        asks.look()
+        if looks == late:
+            break
+    (line,) = caplog.messages
+    assert ("it has not come to fully_shard" if late is None else "Rank 0, 1: in barrier()") in line
+    assert not Keys(Connections(store), "job", "standstill").has("answered/1")
 
 
 def test_where_a_process_is():

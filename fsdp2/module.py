@@ -682,7 +682,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         TypeError: ``modules`` is not a list.
         ValueError: A module is not an FSDPModule.
+        RuntimeError: What ``finalize_backward(async_op=True)`` returned was not waited for.
     """
     units = _units(modules)
+    for unit in units:
+        unit.root.refuse_unfinished("share_comm_ctx")
     for unit in units[1:]:
         unit.root.use_comm(units[0].root.comm)

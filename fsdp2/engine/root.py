@@ -119,11 +119,25 @@ class RootContext(Generic[U]):
         self.observer.forget_units()
 
     def use_comm(self, comm: CommContext) -> None:
-        """Let all groups communicate on ``comm`` from now on."""
+        """Let all groups communicate on ``comm`` from now on, after what they have in flight."""
+        if comm is not self.comm:
+            self.comm.reductions.finish()  # who waits for gradients looks at the lanes of today
         self.comm = comm
         self.limit_communication()
         for group in self.groups:
             group.use_comm(comm)
+
+    def refuse_unfinished(self, function: str) -> None:
+        """Refuse ``function`` while a reduction that ``finalize_backward`` started is not waited for.
+
+        Raises:
+            RuntimeError: one is not.
+        """
+        if self.comm.finalizing is not None:
+            raise RuntimeError(
+                f"{function}: a gradient reduction is under way, which belongs to the streams of today; expected a call "
+                "between steps. Call wait() on what finalize_backward(async_op=True) returned first"
+            )
 
     def limit_communication(self) -> None:
         """Let as many chunks of gradients be in flight as any group asked for.

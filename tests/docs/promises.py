@@ -270,6 +270,11 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     "docs/settings.md": {
         "parameters always keep their names": (STEP + "test_state.py::test_state_dict_is_sharded_at_any_time",),
     },
+    "docs/several_roots.md": {
+        "while a handle of `finalize_backward(async_op=True)` is not, it raises an error": (
+            STEP + "test_several_roots.py::test_sharing_while_gradients_are_on_their_way",
+        ),
+    },
     "docs/state_dicts.md": {
         "an error names the parameters with both shapes before anything is loaded": (
             STATE + "test_loading.py::test_wrong_shapes",

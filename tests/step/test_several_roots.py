@@ -239,6 +239,38 @@ def test_models_that_are_trained_in_turn(rank, world, share):
         torch.testing.assert_close(sharded_param.full_tensor(), param)
 
 
+@on_ranks(2)
+def test_sharing_while_gradients_are_on_their_way(rank, world):
+    """``share_comm_ctx`` between a backward and ``finalize_backward``: this waited on the new lanes, and returned
+    without the gradients that were in flight on the old ones. A handle that was not waited for is refused by name."""
+    torch.manual_seed(SEED)
+    models: list[Any] = [tower()]
+    models += [copy.deepcopy(models[0]) for _ in range(2)]
+    for model in models:
+        for unit in (*model, model):
+            fsdp2.fully_shard(unit, mesh=mesh_1d())
+        model.set_manual_backward_finalization(True)
+        model(INPUTS).sum().backward()
+    shares, apart, other = models
+    other.finalize_backward()
+    fsdp2.share_comm_ctx([other, shares])
+    for model in (shares, apart):
+        model.finalize_backward()
+    for one, two in zip(shares.parameters(), apart.parameters(), strict=True):
+        assert torch.equal(one.grad.to_local(), two.grad.to_local())
+    other(INPUTS).sum().backward()
+    handle = other.finalize_backward(async_op=True)
+    for roots in ([other, apart], [apart, other]):
+        with pytest.raises(RuntimeError, match=r"share_comm_ctx: a gradient reduction is under way.*Call wait\(\)"):
+            fsdp2.share_comm_ctx(roots)
+    handle.wait()
+    fsdp2.share_comm_ctx([other, apart])
+    for model in (other, apart):
+        model(INPUTS).sum().backward()
+        model.finalize_backward()
+    assert all(param.grad is not None for model in models for param in model.parameters())
+
+
 class Towers(nn.Module):
     """Two models under one root."""
 

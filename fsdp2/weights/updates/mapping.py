@@ -8,6 +8,7 @@ A rule is an entry of a mapping, from names of the model to names of the engine.
     "*.qkv.weight": (("*.q.weight", 64), ("*.k.weight", 16), ("*.v.weight", 16))   split, by rows
     "*.gate_up.weight": ("*.gate.weight", "*.up.weight")    split evenly
     "*.experts.up": "*.experts.{}.up.weight"                a tensor each of a stack, numbered
+    "*.experts.gate_up": ("*.experts.{}.gate.weight", "*.experts.{}.up.weight")    each of a stack, split as above
 
 A ``*`` stands for any characters; in the engine's name it stands for what it stood for in the model's.
 """
@@ -35,12 +36,16 @@ _NUMBER = "{}"
 
 @dataclass(frozen=True)
 class Rows:
-    """``count`` rows of a tensor of the model, from ``start`` on, and where they go: to row ``to`` of the target."""
+    """``count`` rows of a tensor of the model, from ``start`` on, and where they go: to row ``to`` of the target.
+
+    Of a stack they are one entry, of which ``part`` (start and length) goes into the target, or all of it.
+    """
 
     source: int
     start: int
     count: int
     to: int
+    part: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,18 @@ class Target:
         """Return what a rank that holds ``box`` of the rows' source has of them: the box there, and in the target."""
         if not box:  # a scalar
             return box, box
-        at = intersect(box, ((rows.start, rows.count), *box[1:]))
+        wanted = ((rows.start, rows.count), *box[1:])
+        if rows.part is not None:
+            wanted = (wanted[0], rows.part, *box[2:])
+        at = intersect(box, wanted)
         if at is None:
             return None
         (start, length), *rest = at
-        return at, tuple(rest) if self.of_stack else ((start - rows.start + rows.to, length), *rest)
+        if not self.of_stack:
+            return at, ((start - rows.start + rows.to, length), *rest)
+        if rows.part is not None:
+            rest[0] = (rest[0][0] - rows.part[0], rest[0][1])
+        return at, tuple(rest)
 
 
 @dataclass(frozen=True)
@@ -125,10 +137,10 @@ def _rule(where: str, key: object, value: object) -> _Rule:
             "tensor, or split one"
         )
     numbered = [name for name, _ in pairs if _NUMBER in name]
-    if numbered and (len(names) > 1 or len(pairs) > 1):
+    if numbered and (len(names) > 1 or len(numbered) < len(pairs)):
         raise ValueError(
-            f"{where}: the rule {key!r}: {value!r} numbers the tensors of a stack; expected one name of the model and "
-            "one of the engine"
+            f"{where}: the rule {key!r}: {value!r} numbers the tensors of a stack; expected one name of the model, and "
+            f"{_NUMBER} in each of the engine's"
         )
     stars = {name.count("*") for name in (*names, *(name for name, _ in pairs))}
     if len(stars) > 1:
@@ -258,7 +270,7 @@ class _Maker:
         source = self.sources[name]
         entry, (first, _) = self.tensors[source][1], rule.parts[0]
         if _NUMBER in first:
-            return self._unstack(_filled(first, stars), source, entry)
+            return self._unstack(rule, stars, source, entry)
         if len(rule.parts) == 1 and rule.parts[0][1] is None:
             return [_all_of(_filled(first, stars), source, entry)]
         return self._split(rule, stars, source, entry)
@@ -286,6 +298,13 @@ class _Maker:
         return Target(target, Entry((end, *entries[0].shape[1:]), entries[0].dtype), tuple(rows))
 
     def _split(self, rule: _Rule, stars: tuple[str, ...], source: int, entry: Entry) -> list[Target]:
+        return [
+            Target(_filled(name, stars), Entry((size, *entry.shape[1:]), entry.dtype), (Rows(source, start, size, 0),))
+            for name, start, size in self._parts(rule, source, entry)
+        ]
+
+    def _parts(self, rule: _Rule, source: int, entry: Entry) -> list[tuple[str, int, int]]:
+        """Return the names, the first rows and the numbers of rows of the parts of ``entry``."""
         total = entry.shape[0] if entry.shape else 0
         sizes = [total // len(rule.parts) if rows is None else rows for _, rows in rule.parts]
         if not total or sum(sizes) != total:
@@ -293,23 +312,28 @@ class _Maker:
                 f"{self.where}: {self.tensors[source][0][0]} is to be split into {sizes} rows; got "
                 f"{_described(entry)}, expected {sum(sizes)} rows in all; correct the rows of the rule"
             )
-        targets, start = [], 0
-        for (name, _), size in zip(rule.parts, sizes):
-            shape = (size, *entry.shape[1:])
-            targets.append(Target(_filled(name, stars), Entry(shape, entry.dtype), (Rows(source, start, size, 0),)))
-            start += size
-        return targets
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [(name, start, size) for (name, _), start, size in zip(rule.parts, starts, sizes)]
 
-    def _unstack(self, name: str, source: int, entry: Entry) -> list[Target]:
+    def _unstack(self, rule: _Rule, stars: tuple[str, ...], source: int, entry: Entry) -> list[Target]:
         if len(entry.shape) < 2:
             raise ValueError(
-                f"{self.where}: {self.tensors[source][0][0]} is to be taken apart into {name}; got "
-                f"{_described(entry)}, expected a stack, of two dimensions or more"
+                f"{self.where}: {self.tensors[source][0][0]} is to be taken apart into "
+                f"{_filled(rule.parts[0][0], stars)}; got {_described(entry)}, expected a stack, of two dimensions or "
+                "more"
             )
         one = Entry(entry.shape[1:], entry.dtype)
+        whole = len(rule.parts) == 1 and rule.parts[0][1] is None
+        parts = [(rule.parts[0][0], 0, one.shape[0])] if whole else self._parts(rule, source, one)
         return [
-            Target(name.replace(_NUMBER, str(number)), one, (Rows(source, number, 1, 0),), of_stack=True)
+            Target(
+                _filled(name, stars).replace(_NUMBER, str(number)),
+                Entry((size, *one.shape[1:]), one.dtype),
+                (Rows(source, number, 1, 0, None if whole else (start, size)),),
+                of_stack=True,
+            )
             for number in range(entry.shape[0])
+            for name, start, size in parts
         ]
 
 

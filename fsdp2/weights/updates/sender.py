@@ -60,7 +60,8 @@ class WeightSender:
             * ``("*.q.weight", "*.k.weight", "*.v.weight"): "*.qkv.weight"`` joins along the first dimension.
             * ``"*.gate_up.weight": ("*.gate.weight", "*.up.weight")`` splits evenly along the first dimension;
               ``(("*.q.weight", 512), ("*.kv.weight", 128))`` splits by rows.
-            * ``"*.experts.up": "*.experts.{}.up.weight"`` makes a tensor of each entry of a stack, numbered from 0.
+            * ``"*.experts.up": "*.experts.{}.up.weight"`` makes a tensor of each entry of a stack, numbered from 0;
+              a tuple of such names also splits each entry.
 
             A tied parameter is sent once, under the first of its names, and under others that a rule names in full.
         dtype: The dtype of floating-point tensors, or a mapping from the engine's names or patterns to dtypes; the

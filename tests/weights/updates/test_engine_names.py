@@ -1,16 +1,20 @@
-"""Rules that give the parameters of vLLM's models, where an engine is written to in place instead of by its loader.
+"""Rules that give the names of vLLM's and SGLang's models, and buckets in the form that SGLang reads.
 
-The tables are facts of vLLM's source: which projections its models stack, in which order. vLLM is not needed.
+The tables are facts of the engines' source: which projections their models stack, in which order, what their loaders
+call experts, and how SGLang describes a flat bucket. No engine is needed.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import fsdp2
 from fsdp2 import WeightReceiver, WeightSender
@@ -22,7 +26,8 @@ pytestmark = api.fsdp2_only
 
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 STACKED: dict[str, dict[str, tuple[str, ...]]] = {
-    # stacked_params_mapping of load_weights, and packed_modules_mapping, in vllm/model_executor/models/
+    # stacked_params_mapping of load_weights, and packed_modules_mapping, in vllm/model_executor/models/; it is the same
+    # in sglang/srt/models/, for each of these files
     "llama": {"qkv_proj": QKV, "gate_up_proj": GATE_UP},  # llama.py
     "qwen2": {"qkv_proj": QKV, "gate_up_proj": GATE_UP},  # qwen2.py; q, k and v have biases
     "qwen3": {"qkv_proj": QKV, "gate_up_proj": GATE_UP},  # qwen3.py; q_norm and k_norm stay alone
@@ -92,3 +97,98 @@ def test_stacked_projections(rank, world, kind, delta):
     assert receiver.tensors.keys() == expected.keys()
     assert "model.layers.1.self_attn.qkv_proj.weight" in expected
     assert all(torch.equal(receiver.tensors[name], value) for name, value in expected.items())
+
+
+class Experts(nn.Module):
+    """The experts of a layer as transformers 5 keeps them: gates and ups in one stack, downs in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 12, 8))
+        self.down_proj = nn.Parameter(torch.randn(3, 8, 6))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_experts_by_number(rank, world, delta, dim):
+    """Loaders of vLLM and SGLang take gate, up and down of each expert under a name of its own, as files of Qwen3-MoE
+    have them (``make_expert_params_mapping``). A stack of both gate and up was refused."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.mlp = nn.ModuleDict({"experts": Experts()})
+    plain = {name: value.detach().clone() for name, value in model.named_parameters()}
+    fsdp2.fully_shard(model, mesh=mesh_1d(), shard_placement_fn=lambda param: Shard(dim))
+    rules = {
+        "*.experts.gate_up_proj": ("*.experts.{}.gate_proj.weight", "*.experts.{}.up_proj.weight"),
+        "*.experts.down_proj": "*.experts.{}.down_proj.weight",
+    }
+    receiver = WeightReceiver()
+    sender = WeightSender(model, mapping=rules, delta=delta)
+    sender.send(receiver.apply)
+    with torch.no_grad():
+        model.mlp.experts.gate_up_proj.to_local()[..., 0].mul_(2)
+    sender.send(receiver.apply)
+    if dist.get_rank() != 0:
+        return
+    plain["mlp.experts.gate_up_proj"][..., 0] *= 2
+    expected = {}
+    for number in range(3):
+        for name, value in zip(GATE_UP, plain["mlp.experts.gate_up_proj"][number].chunk(2), strict=True):
+            expected[f"mlp.experts.{number}.{name}.weight"] = value
+        expected[f"mlp.experts.{number}.down_proj.weight"] = plain["mlp.experts.down_proj"][number]
+    assert receiver.tensors.keys() == expected.keys()
+    assert all(torch.equal(receiver.tensors[name], value) for name, value in expected.items())
+
+
+@dataclass
+class Metadata:
+    """The fields of ``FlattenedTensorMetadata`` in sglang/srt/weight_sync/tensor_bucket.py; indices are of bytes."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+def reconstructed(flattened: torch.Tensor, metadata: list[Metadata]) -> dict[str, torch.Tensor]:
+    """Return what ``reconstruct_tensors`` of that file makes of a bucket."""
+    return {
+        one.name: flattened[one.start_idx : one.end_idx].view(one.dtype).reshape(one.shape).clone() for one in metadata
+    }
+
+
+@on_ranks(2)
+def test_buckets_in_the_form_of_sglang(rank, world):
+    """The three ways into SGLang, made of a bucket as docs/weight_sync.md says: named tensors, one flat tensor with
+    metadata, and names, dtypes and shapes of what follows by broadcast."""
+    torch.manual_seed(0)
+    model = Decoder("qwen3")
+    plain = {name: value.detach().to(torch.bfloat16) for name, value in model.named_parameters()}
+    fsdp2.fully_shard(model, mesh=mesh_1d())
+    ways: list[dict[str, torch.Tensor]] = [{}, {}, {}]
+
+    def deliver(bucket: fsdp2.WeightBucket) -> None:
+        named = [*bucket.tensors()]
+        ways[0].update((name, tensor.clone()) for name, tensor in named)
+        metadata = []
+        for name, tensor in named:
+            begin = tensor.storage_offset() * tensor.itemsize - bucket.buffer.storage_offset()
+            end = begin + tensor.nbytes
+            metadata.append(Metadata(name, tensor.shape, tensor.dtype, begin, end, tensor.nbytes))
+        ways[1].update(reconstructed(bucket.buffer, metadata))
+        request = {"names": bucket.names, "shapes": [list(shape) for shape in bucket.shapes]}
+        request["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes]
+        request = json.loads(json.dumps(request))
+        sent = [tensor for _, tensor in named]
+        for name, dtype, shape, tensor in zip(*(request[key] for key in ("names", "dtypes", "shapes")), sent):
+            weight = torch.empty(shape, dtype=getattr(torch, dtype))
+            assert weight.shape == tensor.shape and weight.dtype == tensor.dtype
+            ways[2][name] = weight.copy_(tensor)
+
+    WeightSender(model, dtype=torch.bfloat16, bucket_mb=0.001).send(deliver)
+    for found in ways if rank == 0 else ():
+        assert found.keys() == plain.keys()
+        assert all(torch.equal(found[name], value) for name, value in plain.items())

@@ -63,6 +63,8 @@ def test_dtypes() -> None:
         ({("a.q", "a.k"): ("x", "y")}, None, ValueError, "joins 2 tensors, expected one name for them"),
         ({("a.q", "a.k"): (("x", 6),)}, None, ValueError, "joins 2 tensors, expected one name for them"),
         ({("a.q", "a.k"): "x{}"}, None, ValueError, "numbers the tensors of a stack"),
+        ({"stack": ("x{}", "y")}, None, ValueError, r"numbers .*, and \{\} in each of the engine's"),
+        ({"stack": ("x{}", "y{}")}, None, ValueError, r"stack is to be split into \[2, 2\] rows; .*expected 4 rows"),
         ({"*.q": "q"}, None, ValueError, r"has \[0, 1\] stars in its names, expected as many in each"),
         ({"a.q": (("x", 1), "y")}, None, ValueError, "has rows for some parts; expected them for all or none"),
         ({"c.q": "x"}, None, ValueError, "the mapping has 'c.q', which is no name of the model's and fits none"),
@@ -93,9 +95,16 @@ RULES = {
     "stack": "stack.{}",
     "s*": "s.*",
 }
+SPLIT = {"*.q": (("*.0", 3), ("*.1", 1)), "*.k": ("*.2", "*.3"), "stack": (("stack.{}.0", 2), ("stack.{}.1", 3))}
 
 
-@given(st.data(), st.sampled_from([RULES, {"*.q": (("*.0", 3), ("*.1", 1)), "*.k": ("*.2", "*.3")}]))
+def test_entries_of_a_stack_that_are_split() -> None:
+    """Both names of an expert have its number, and the entries' shapes are those of the parts."""
+    found = {name: target.entry.shape for name, target in made(SPLIT).items() if name.startswith("stack")}
+    assert found == {"stack.0.0": (2, 3), "stack.0.1": (3, 3), "stack.1.0": (2, 3), "stack.1.1": (3, 3)}
+
+
+@given(st.data(), st.sampled_from([RULES, SPLIT]))
 def test_boxes_of_sources_are_boxes_of_targets(data: st.DataObject, rules: dict[object, object]) -> None:
     """Whatever boxes sources are cut into, each element of a target is written once, with the right value."""
     values = [torch.randn(entry.shape) for _, entry in TENSORS]
@@ -112,6 +121,7 @@ def test_boxes_of_sources_are_boxes_of_targets(data: st.DataObject, rules: dict[
         assert (times == 1).all()
         sources = [(values[rows.source], rows) for rows in target.rows]
         parts = [source[rows.start : rows.start + rows.count] if source.ndim else source for source, rows in sources]
+        parts = [part if rows.part is None else part.narrow(1, *rows.part) for part, (_, rows) in zip(parts, sources)]
         want = parts[0] if len(parts) == 1 else torch.cat(parts)
         assert torch.equal(got, want.view(target.entry.shape))
 

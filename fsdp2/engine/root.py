@@ -135,8 +135,8 @@ class RootContext(Generic[U]):
         """
         if self.comm.finalizing is not None:
             raise RuntimeError(
-                f"{function}: a gradient reduction is under way, which belongs to the streams of today; expected a call "
-                "between steps. Call wait() on what finalize_backward(async_op=True) returned first"
+                f"{function}: a gradient reduction is under way on the present streams; expected a call between steps. "
+                "Call wait() on what finalize_backward(async_op=True) returned first"
             )
 
     def limit_communication(self) -> None:

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +17,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map
 
 import fsdp2
-from fsdp2.optim.whole import full_params
+from fsdp2.optim.whole import exchange, full_params
 from fsdp2.tools.check.strict import LiveBytes
+from tests.support.composition import composes
 from tests.support.parity import fulls, mesh_1d, mesh_2d, mesh_of, shard_each
 from tests.support.pool import POOL, on_ranks
 
@@ -371,6 +373,126 @@ def test_meshes(rank, world, name, kind):
     module, optimizer, reference, plain = pair(name, on_mesh(kind))
     train(module, optimizer, reference, plain, range(2))
     assert_same_state(optimizer.state_dict(), plain.state_dict())
+
+
+def exchanging(sizes: list[int]) -> Any:
+    """Return a context that adds the number of ranks of each exchange to ``sizes``."""
+    real = exchange.all_to_all_uneven
+
+    def noting(*arguments: Any, **named: Any) -> Any:
+        sizes.append(arguments[4].size)
+        return real(*arguments, **named)
+
+    return mock.patch.object(exchange, "all_to_all_uneven", noting)
+
+
+@on_ranks(4)
+@composes("Muon", "hybrid sharding")
+@composes("Muon", "hybrid sharding", "sent in backward", "kept by owners")
+@pytest.mark.parametrize("name", ["Muon", "Shampoo"])
+@pytest.mark.parametrize("options", [{}, {"overlap_backward": True, "keep_full_params": True}])
+def test_an_owner_in_each_replica(rank, world, name, options):
+    """Nothing travels between replicas, and results and states are the same; errors reach all replicas."""
+    sizes: list[int] = []
+    module, optimizer, reference, plain = pair(name, on_mesh("hybrid"), over_replicas=False, **options)
+    with exchanging(sizes):
+        train(module, optimizer, reference, plain, range(3))
+    assert set(sizes) == {2}
+    assert all(torch.equal(*both) for both in zip(*[map(whole, m.parameters()) for m in (module, reference)]))
+    saved = optimizer.state_dict()
+    assert_same_state(saved, plain.state_dict())
+    again = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()), over_replicas=False)
+    again.load_state_dict(copy.deepcopy(saved))
+    assert_same_state(again.state_dict(), saved)
+    set_gradients(module, reference, 3)
+    if rank == 3:
+        module[1].weight.grad = None
+    with pytest.raises(RuntimeError, match="Nothing was changed"):
+        optimizer.step()
+
+
+class LocalExperts(nn.Module):
+    """A rank's experts, of which it has the parts that its data-parallel group leaves it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.stack = nn.Parameter(distribute_tensor(torch.randn(4, 6, 4) / 3, mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,eio->bo", x, self.stack.to_local())
+
+
+@on_ranks(4)
+@composes("Muon", "experts")
+@composes("Muon", "experts", "sent in backward", "kept by owners")
+@pytest.mark.parametrize("options", [{}, {"overlap_backward": True, "keep_full_params": True}])
+@pytest.mark.parametrize("name", ["Muon", "Shampoo"])
+def test_experts_on_a_mesh_of_their_own(rank, world, name, options):
+    """Expert parallelism: the pieces of an expert are sent among the ranks that hold it, two of four, in backward too.
+    Its states are stacked, also those that are not cut like it."""
+    mesh = mesh_of(2, 2, names=("shard", "experts"))
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), LocalExperts(mesh["experts"]))
+    dense, stack = (full_of(param) for param in model.parameters())
+    fsdp2.fully_shard(model[0], mesh=mesh_of(4, names=("all",)))
+    fsdp2.fully_shard(model[1], mesh=mesh["shard"], shard_placement_fn=lambda param: Shard(1))
+
+    def make(params: list[Any]) -> torch.optim.Optimizer:
+        return OPTIMIZERS[name](params)
+
+    def wrapped() -> torch.optim.Optimizer:
+        made = fsdp2.use_full_params(make([model[0].weight]), stacked=lambda param: param.ndim == 3, **options)
+        made.add_param_group({"params": [model[1].stack]})
+        return made
+
+    apart = [nn.Parameter(one) for one in (dense, *stack)]
+    optimizer, plain = wrapped(), make(apart)
+    sizes: dict[str, list[int]] = {"backward": [], "step": []}
+    for step in range(4):
+        with exchanging(sizes["backward"]):
+            model(rows(step)).square().sum().backward()
+        grads = [model[0].weight.grad.full_tensor(), *model[1].stack.grad.full_tensor()]
+        for param, grad in zip(apart, grads, strict=True):
+            param.grad = grad.clone()
+        with exchanging(sizes["step"]):
+            optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+        assert torch.equal(full_of(model[0].weight), apart[0])
+        assert torch.equal(full_of(model[1].stack), torch.stack(apart[1:]))
+        if step == 1:
+            saved = optimizer.state_dict()
+            optimizer = wrapped()
+            optimizer.load_state_dict(copy.deepcopy(saved))
+    assert set(sizes["step"]) == {2, 4} and set(sizes["backward"]) == ({2, 4} if options else set())
+    state = optimizer.state_dict()["state"]
+    for index, params in enumerate((apart[:1], apart[1:])):
+        for key, value in state[index].items():
+            values = value if isinstance(value, list) else [value]
+            for k, one in enumerate(values):
+                theirs = [plain.state[p][key] for p in params]
+                theirs = [each[k] if isinstance(each, list) else each for each in theirs]
+                if isinstance(one, Tensor) and one.ndim:
+                    assert torch.equal(whole(one), torch.stack(theirs) if index else theirs[0]), key
+
+
+@on_ranks(4)
+def test_meshes_that_cross(rank, world):
+    """Layers on the rows of a mesh of ranks, and others on its columns: all ranks take the same ones for owners."""
+    mesh = mesh_of(2, 2, names=("a", "b"))
+    module = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(2)), nn.Linear(6, 3, bias=False))
+    for layer, name in zip(module, ("a", "b", "a")):
+        fsdp2.fully_shard(layer, mesh=mesh[name])
+    optimizer = fsdp2.use_full_params(torch.optim.Muon(module.parameters(), lr=0.02))
+    apart = [nn.Parameter(full_of(param)) for param in module.parameters()]
+    plain = torch.optim.Muon(apart, lr=0.02)
+    for step in range(2):
+        module(rows(step)).square().sum().backward()
+        for mine, theirs in zip(module.parameters(), apart, strict=True):
+            theirs.grad = mine.grad.full_tensor()
+        step_both(optimizer, plain)
+        assert_equal(module.parameters(), apart)
 
 
 def save(rank: int, world: int, path: str, name: str) -> None:

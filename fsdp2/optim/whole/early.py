@@ -7,7 +7,7 @@ them, because no version counter shows a write through ``.data`` or by ``torch._
 uses. Others are sent again by the step.
 
 Ranks along a dimension of tensor parallelism do not reduce together. If their pieces have different sizes, so have the
-chunks, and the order of hooks may be another. So the step alone sends such gradients.
+chunks, and the order of hooks may be another. So the step alone sends gradients that travel between such ranks.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class EarlyGradients:
     def __init__(self, ranks: RankSet, bucket_bytes: int) -> None:
         """Hook the shards. Every rank of ``ranks`` must call this."""
         self._ranks = ranks
-        self._axis = ranks.new_axis("owners in backward")
-        self._limit = bucket_bytes // _PART * self._axis.size  # of whole gradients: what each rank sends is bounded
+        self._part = ranks.new_part("owners in backward")
+        self._limit = bucket_bytes // _PART * self._part.axis.size  # of whole gradients: each rank sends so much
         # By the stream that they are on, with the dtypes that they have come in, which are the same on all ranks.
         self._waiting: dict[Any, dict[Any, torch.dtype]] = {}
         self._sends = False  # in the first backward after a step
@@ -78,12 +78,14 @@ class EarlyGradients:
 
     @staticmethod
     def _comes_alike(ranks: RankSet, param: Any) -> bool:
-        """Return whether all ranks of ``param`` reduce its gradient together, and something of it is sent.
+        """Return whether the ranks that send pieces of ``param`` reduce it together, and whether there are any.
 
         A frozen one takes no hooks.
         """
         shard = param_of(param) if param.requires_grad and ranks.is_sent(param) else None
-        return shard is not None and tuple(sorted(listed_ranks(shard.group.mesh.mesh))) == ranks.ranks
+        if shard is None:
+            return False
+        return {ranks.ranks[index] for index in ranks.part.places}.issubset(listed_ranks(shard.group.mesh.mesh))
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -153,7 +155,7 @@ class EarlyGradients:
         self._arriving = arriving, owned, wholes
         for param, grad in zip(params, grads):
             self._sent[param] = None if grad is None else _Sent(fingerprint(grad), _zero(grad.device))
-        if self._axis.backend != "gloo":
+        if self._part.axis.backend != "gloo":
             self._finish()
 
     def _lay_out(self, params: Sequence[Any], dtypes: Sequence[torch.dtype]) -> tuple[list[Owned], Layout]:
@@ -161,7 +163,7 @@ class EarlyGradients:
         layout = Layout(
             [one.route for one, _ in owned],
             [dtype for _, dtype in owned],
-            self._axis,
+            self._part,
             self._ranks.device,
             to_owner=True,
         )

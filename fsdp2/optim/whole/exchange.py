@@ -12,8 +12,8 @@ from fsdp2.comm.collectives import Work, all_to_all_uneven
 from fsdp2.comm.pieces import copy_all
 from fsdp2.comm.streams import ComputeLane, Lane
 from fsdp2.optim.whole.owners import Route
+from fsdp2.optim.whole.ownership import Among
 from fsdp2.sharding.boxes import Box, narrow, numel
-from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import align
 
 __all__ = ["Arriving", "Layout"]
@@ -37,28 +37,37 @@ class Layout:
         self,
         routes: Sequence[Route],
         dtypes: Sequence[torch.dtype],
-        axis: Axis,
+        among: Among,
         device: torch.device,
         *,
         to_owner: bool,
     ) -> None:
-        """``axis`` has the ranks of the routes; buffers are allocated on ``device``, which its backend supports."""
-        self.routes, self.dtypes, self.axis, self.device = routes, dtypes, axis, device
+        """Plan what travels on ``routes`` between the ranks of ``among``; routes of other owners are those of others.
+
+        Buffers are allocated on ``device``, which the backend of these ranks supports.
+        """
+        self.routes, self.dtypes, self.axis, self.device = routes, dtypes, among.axis, device
         self._compute = ComputeLane(device)
         self.own: list[tuple[int, Box]] = []  # pieces that stay on this rank
         self._moves = False  # whether any rank sends anything
-        sends: list[list[tuple[int, Box]]] = [[] for _ in range(axis.size)]
-        receives: list[list[tuple[int, Box]]] = [[] for _ in range(axis.size)]
+        place, here = among.places, among.axis.rank
+        sends: list[list[tuple[int, Box]]] = [[] for _ in place]
+        receives: list[list[tuple[int, Box]]] = [[] for _ in place]
         for index, route in enumerate(routes):
+            if route.owner not in place:
+                continue
+            owner = place[route.owner]
             for other in route.senders if to_owner else route.holders:
-                source, target = (other, route.owner) if to_owner else (route.owner, other)
+                if other not in place:
+                    continue
+                source, target = (place[other], owner) if to_owner else (owner, place[other])
                 self._moves |= source != target
                 piece = (index, route.boxes[other])
-                if source == target == axis.rank:
+                if source == target == here:
                     self.own.append(piece)
-                elif source == axis.rank:
+                elif source == here:
                     sends[target].append(piece)
-                elif target == axis.rank:
+                elif target == here:
                     receives[source].append(piece)
         self.sent, self.send_sizes = self._place(sends)
         self.received, self.receive_sizes = self._place(receives)

@@ -8,9 +8,11 @@ are written to the shards. The next bucket is sent while one is computed.
 from __future__ import annotations
 
 import types
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +65,7 @@ def use_full_params(
     overlap_backward: bool = False,
     keep_full_params: bool = False,
     batched: bool = False,
+    over_replicas: bool = True,
 ) -> optim.Optimizer:
     """Let ``optimizer`` compute with whole parameters, each on the one rank that owns it, and return ``optimizer``.
 
@@ -93,6 +96,10 @@ def use_full_params(
             between steps, such as loading a checkpoint, is noticed, and the step sends the parameters again.
         batched: Give the optimizer all matrices of one shape in a bucket as one parameter of three dimensions. For
             optimizers that step on each matrix of a batch by itself; torch's Muon refuses batches.
+        over_replicas: With hybrid sharding, one rank of all replicas owns a parameter, and its new values travel to
+            the other replicas. False: each replica has an owner of its own. Then each rank has more to compute, and a
+            step sends nothing between replicas, which is faster if the network between them is slow. Results are the
+            same, if the replicas' devices compute the same.
 
     Raises:
         TypeError: ``optimizer`` is not a torch.optim.Optimizer.
@@ -123,7 +130,8 @@ def use_full_params(
     stacks = Stacks(optimizer, stacked)
     bucket_bytes = int(bucket_mb * (1 << 20))
     options = {"overlap": overlap_backward, "keep": keep_full_params, "batched": batched}
-    steps = _FullParams(optimizer, cost or default_cost, bucket_bytes, stacks, **options)
+    ownership = partial(Ownership, cost=cost or default_cost, stacks=stacks, over_replicas=over_replicas)
+    steps = _FullParams(optimizer, ownership, bucket_bytes, stacks, **options)
     steps.take_over()
     optimizer.__dict__[STEPS_ON_WHOLE] = steps
     return optimizer
@@ -179,7 +187,7 @@ class _FullParams:
     def __init__(
         self,
         optimizer: optim.Optimizer,
-        cost: Callable[[torch.Tensor], float],
+        ownership: Callable[[list[Any]], Ownership],
         bucket_bytes: int,
         stacks: Stacks,
         *,
@@ -193,8 +201,8 @@ class _FullParams:
         self._early: dict[RankSet, EarlyGradients] = {}
         self._kept: dict[RankSet, KeptParams] = {}
         self._stacks = stacks
-        self._cost, self._bucket_bytes = cost, bucket_bytes
-        self._ownership = Ownership([], cost, stacks)
+        self._ownership_of, self._bucket_bytes = ownership, bucket_bytes
+        self._ownership = ownership([])
         self._state = OwnedState(self._ownership)  # replaced by the optimizer's own state at the first use
         self._proxies: dict[torch.Tensor, nn.Parameter] = {}
         self._buckets: dict[tuple[Any, ...], list[_Bucket]] = {}
@@ -273,9 +281,8 @@ class _FullParams:
                 if before is not None:
                     self._write(before)
                 before = bucket
-            if before is not None:
-                self._write(before)
-                before = None
+        if before is not None:
+            self._write(before)
         if error is None:
             error = groups.step({param: param for param in groups.plain}, self._step_as_torch)
         return error
@@ -290,7 +297,7 @@ class _FullParams:
                 state = shown_at_holders(state, self._ownership)  # other ranks may own it from now on
             for param in params:
                 self._stacks.has(param)  # the caller's function may be wrong, which all ranks see here
-            self._ownership = Ownership(params, self._cost, self._stacks)
+            self._ownership = self._ownership_of(params)
             self._buckets.clear()
             for early in self._early.values():
                 early.close()
@@ -312,31 +319,35 @@ class _FullParams:
         """
         found: dict[RankSet, list[_Gradient | None]] = {}
         wrong = ""
-        for ranks in reversed(self._ownership.sets):
-            codes = [_code(param) for param in ranks.params]
+        for sets in reversed(self._ownership.on_same_ranks):
+            params = [param for ranks in sets for param in ranks.params]
+            codes = [_code(param) for param in params]
             least = [_FEWEST if code == _NOTHING_HERE else -code for code in codes]
-            mine = [*codes, *least, ranks.digest, -ranks.digest, bool(wrong)]
-            there = [of_ranks[ranks].begin_step() for of_ranks in (self._early, self._kept) if ranks in of_ranks]
+            digest = zlib.crc32(repr([ranks.digest for ranks in sets]).encode()) >> 1
+            mine = [*codes, *least, digest, -digest, bool(wrong)]
+            there = [kind[ranks].begin_step() for kind in (self._early, self._kept) for ranks in sets if ranks in kind]
             missing = [flag for flags, _ in there for flag in flags]
             changed = torch.cat([flags for _, flags in there]) if there else None
-            agreed = max_over_ranks([*mine, *missing], ranks.axis, ranks.device, changed)
+            agreed = max_over_ranks([*mine, *missing], sets[0].axis, sets[0].device, changed)
             (*most, largest, smallest, elsewhere), flags = agreed[: len(mine)], agreed[len(mine) :]
             if largest != -smallest and not wrong:
                 wrong = "ranks have the parameters in different orders"
             most, least = most[: len(codes)], most[len(codes) :]
-            for param, code, high, low in zip(ranks.params, codes, most, least):
+            for param, code, high, low in zip(params, codes, most, least):
                 if high > _NOTHING_HERE and high != -low:
                     here = str(_DTYPES[code]) if code >= 0 else "none"
                     wrong = f"ranks have different gradients of {self._name(param)} (here: {here})"
             if elsewhere and not wrong:
                 wrong = "some ranks lack a gradient, or have it in another dtype; the errors of other ranks name it"
             sends = [*map(any, zip(flags[: len(missing)], flags[len(missing) :]))]
-            late = [sends.pop(0) for _ in codes] if ranks in self._early else [True] * len(codes)
-            late_params = sends if ranks in self._kept else [True] * len(codes)
-            found[ranks] = [
+            late = [sends.pop(0) for _ in codes] if self._overlap else [True] * len(codes)
+            late_params = sends if self._keep else [True] * len(codes)
+            known = [
                 _Gradient(_DTYPES[high], *of_param) if high >= 0 else None
                 for high, *of_param in zip(most, late, late_params)
             ]
+            for ranks in sets:
+                found[ranks], known = known[: len(ranks.params)], known[len(ranks.params) :]
         if wrong:
             raise RuntimeError(
                 f"use_full_params: {wrong}; expected the same parameters in the same order, and a gradient of one "
@@ -427,31 +438,33 @@ class _FullParams:
         Raises:
             RuntimeError: The optimizer raised an error on another rank. Other parameters are already updated.
         """
-        for ranks in reversed(self._ownership.sets):
-            names = self._new_names(ranks)
-            mine = [0 if error is None else ranks.axis.rank + 1, bool(groups.changed), bool(names)]
-            failed, changed, named = max_over_ranks(mine, ranks.axis, ranks.device)
+        for sets in reversed(self._ownership.on_same_ranks):
+            ranks, axis, device = sets[0].ranks, sets[0].axis, sets[0].device
+            owned = [one for some in sets for one in some.owned]
+            names = self._new_names(owned)
+            mine = [0 if error is None else axis.rank + 1, bool(groups.changed), bool(names)]
+            failed, changed, named = max_over_ranks(mine, axis, device)
             if error is None and failed:
-                where = f"{type(self._optimizer).__name__} raised on rank {ranks.ranks[failed - 1]} during this step"
+                where = f"{type(self._optimizer).__name__} raised on rank {ranks[failed - 1]} during this step"
                 error = RuntimeError(
                     f"use_full_params: {where}; its log shows the error. Parameters that other ranks own have been "
                     "updated. Resume from a checkpoint"
                 )
             if changed and not failed:
-                for theirs in exchange_objects(groups.changed, ranks.axis, ranks.device):
+                for theirs in exchange_objects(groups.changed, axis, device):
                     for index, options in theirs.items():
                         self._optimizer.param_groups[index].update(options)
             if named and not failed:
-                for theirs in exchange_objects(names, ranks.axis, ranks.device):
-                    self._state.names.update({ranks.owned[i].param: found for i, found in theirs.items()})
+                for theirs in exchange_objects(names, axis, device):
+                    self._state.names.update({owned[i].param: found for i, found in theirs.items()})
         if error is not None:
             raise error
 
-    def _new_names(self, ranks: RankSet) -> dict[int, list[Any]]:
-        """Return the names of state entries that changed, mostly at a first step, by the index of the parameter."""
-        found = {i: names_in(self._state.get(owned.key)) for i, owned in enumerate(ranks.owned) if owned.mine}
+    def _new_names(self, owned: Sequence[Owned]) -> dict[int, list[Any]]:
+        """Return the names of state entries that changed, mostly at a first step, by the index in ``owned``."""
+        found = {i: names_in(self._state.get(one.key)) for i, one in enumerate(owned) if one.mine}
         known = self._state.names
-        return {i: names for i, names in found.items() if names != known.get(ranks.owned[i].param, [])}
+        return {i: names for i, names in found.items() if names != known.get(owned[i].param, [])}
 
     def _name(self, param: torch.Tensor) -> str:
         for g, group in enumerate(self._optimizer.param_groups):
@@ -502,9 +515,9 @@ def _plan_bucket(
     grads = [(one, dtype) for one, dtype in used if one.param in late]
     params = [(one, one.param.dtype) for one in owned if one.param in late_params]
     routes, dtypes = [one.route for one, _ in (*grads, *params)], [dtype for _, dtype in (*grads, *params)]
-    inward = Layout(routes, dtypes, ranks.axis, ranks.device, to_owner=True)
+    inward = Layout(routes, dtypes, ranks.part, ranks.device, to_owner=True)
     routes, dtypes = [one.route for one in owned], [one.param.dtype for one in owned]
-    outward = Layout(routes, dtypes, ranks.axis, ranks.device, to_owner=False)
+    outward = Layout(routes, dtypes, ranks.part, ranks.device, to_owner=False)
     return _Bucket(owned, *there, inward, [one for one, _ in grads], [one for one, _ in params], outward)
 
 

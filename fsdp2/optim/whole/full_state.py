@@ -187,7 +187,7 @@ def _receive(pieces: list[_Piece], state: Mapping[Any, Any], ranks: RankSet, fou
         target = found[owned.param, k]
         targets.append(owned.of(target) if alike or owned.index is None else target[owned.index])
     routes, dtypes = [way for _, _, way, _ in pieces], [leaf.dtype for _, _, _, leaf in pieces]
-    layout = Layout(routes, dtypes, ranks.axis, ranks.device, to_owner=False)
+    layout = Layout(routes, dtypes, ranks.copy, ranks.device, to_owner=False)
     arriving = layout.send(sources, [whole(way.shape) for way in routes])
     arriving.deliver(targets, [way.boxes[ranks.axis.rank] for way in routes])
 
@@ -245,7 +245,7 @@ def names_in(entry: Any) -> list[Any]:
 def _send_to_owners(pieces: list[tuple[Owned, list[Any], int]], ranks: RankSet) -> None:
     """Replace leaves that are sharded like their parameters by whole tensors on the owners, by None elsewhere."""
     dtypes = [leaves[k].dtype for _, leaves, k in pieces]
-    layout = Layout([owned.route for owned, _, _ in pieces], dtypes, ranks.axis, ranks.device, to_owner=True)
+    layout = Layout([owned.route for owned, _, _ in pieces], dtypes, ranks.copy, ranks.device, to_owner=True)
     sources = [owned.of(on_this_rank(leaves[k])) for owned, leaves, k in pieces]
     arriving = layout.send(sources, [owned.here for owned, _, _ in pieces])
     wholes = [owned.empty(dtype) if owned.mine else None for (owned, _, _), dtype in zip(pieces, dtypes)]

@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from fsdp2.sharding.boxes import Box, numel, whole
 from fsdp2.sharding.mesh import listed_ranks
 from fsdp2.sharding.spec import cut_dim, on_this_rank
 
-__all__ = ["Route", "assign_owners", "boxes_of", "default_cost", "mesh_ranks"]
+__all__ = ["Candidates", "Route", "assign_owners", "boxes_of", "copies_of", "default_cost", "mesh_ranks", "parts_of"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,35 @@ class Route:
 def mesh_ranks(param: DTensor) -> tuple[int, ...]:
     """Return the global ranks of a parameter's mesh, in ascending order."""
     return tuple(sorted(listed_ranks(param.device_mesh)))
+
+
+def copies_of(param: DTensor) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each copy of ``param``: those with one place along the dimensions that it is replicated on.
+
+    All are in ascending order.
+    """
+    sizes, replicated = param.device_mesh.shape, [isinstance(p, Replicate) for p in param.placements]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, coordinate in zip(listed_ranks(param.device_mesh), itertools.product(*map(range, sizes))):
+        place = tuple(at for at, copied in zip(coordinate, replicated) if copied)
+        found.setdefault(place, []).append(rank)
+    return tuple(sorted(tuple(sorted(ranks)) for ranks in found.values()))
+
+
+def parts_of(boxes: Sequence[Box], count: int) -> list[tuple[int, ...]]:
+    """Return for each of the ``count`` matrices of a stack the ranks that own it and others with it, as indices.
+
+    ``boxes`` are the parts that ranks hold. If groups of equally many ranks hold equally many matrices, and nothing of
+    others, each group owns its matrices, and nothing is sent from one group to another. Else all ranks own all of them,
+    so that each has as much to do.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, box in enumerate(boxes):
+        groups.setdefault(box[0] if numel(box) else (0, 0), []).append(rank)
+    sizes = {(length, len(ranks)) for (_, length), ranks in groups.items()}
+    if len(sizes) > 1 or sum(length for _, length in groups) != count:
+        return [tuple(range(len(boxes)))] * count
+    return [tuple(ranks) for (_, length), ranks in sorted(groups.items()) for _ in range(length)]
 
 
 def boxes_of(param: DTensor, where: str) -> tuple[Box, ...]:
@@ -110,42 +139,75 @@ def default_cost(param: torch.Tensor) -> float:
     return float(param.numel() * min(param.shape[-2:]))
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """The ``ranks`` that may own the tensors of a parameter, or some of them for each tensor, ``of_tensors``.
+
+    Of the ranks that own tensors of a parameter, those in ``near`` are preferred for each: they hold some of it.
+    """
+
+    ranks: tuple[int, ...]
+    of_tensors: Sequence[tuple[int, ...]] = ()
+    near: Sequence[Collection[int]] = ()
+
+
 def assign_owners(
     params: Sequence[DTensor],
     cost: Callable[[torch.Tensor], float],
     counts: Sequence[int] | None = None,
-    near: Callable[[int, int], Collection[int]] = lambda param, tensor: (),
+    candidates: Sequence[Candidates] | None = None,
 ) -> list[list[int]]:
     """Return the global ranks that own the tensors of each parameter: itself, or the matrices of a stack.
 
-    The most expensive tensors are assigned first, each to the rank of its mesh with the least load. Parameters on more
-    ranks are assigned before those on fewer, so the load is known on all ranks of the latter.
+    The most expensive tensors are assigned first, each to the candidate with the least load.
 
     Args:
         params: The parameters.
         cost: A function that returns the cost of a parameter; the matrices of a stack share it equally.
         counts: The number of tensors of each parameter; None: one each.
-        near: A function of a parameter's number and a tensor's, which returns the ranks that hold some of the tensor.
-            Of the ranks that own matrices of a stack, these are preferred, as nothing is sent to a rank that holds it.
+        candidates: Which ranks may own them; None: all ranks of a parameter's mesh.
     """
     counts = counts or [1] * len(params)
+    candidates = candidates or [Candidates(mesh_ranks(param)) for param in params]
     costs = [float(cost(param)) / count for param, count in zip(params, counts)]
-    ranks = [mesh_ranks(param) for param in params]
-    busy: dict[tuple[int, ...], list[tuple[float, int]]] = {}
-    load: dict[int, float] = {}
+    ranks = [one.ranks for one in candidates]
+    loads: dict[tuple[int, ...], _Loads] = {}
     owners: list[list[int]] = [[] for _ in params]
     for i in sorted(range(len(params)), key=lambda i: (-len(ranks[i]), ranks[i], -costs[i], i)):
-        if ranks[i] not in busy:
-            busy[ranks[i]] = [(load.get(rank, 0.0), rank) for rank in ranks[i]]
-            heapq.heapify(busy[ranks[i]])
-        for _ in range(counts[i]):
-            before, owner = busy[ranks[i]][0]
-            heapq.heapreplace(busy[ranks[i]], (before + max(costs[i], math.ulp(1.0)), owner))
-            load[owner] = before + costs[i]
-            owners[i].append(owner)
-        if counts[i] > 1:
-            owners[i] = _dealt([near(i, tensor) for tensor in range(counts[i])], owners[i])
+        one, own = candidates[i], ranks[i]
+        if own not in loads:
+            loads[own] = _Loads(own, [load for others, load in loads.items() if set(others) >= set(own)])
+        owners[i] = [loads[own].give(one.of_tensors[k] if one.of_tensors else own, costs[i]) for k in range(counts[i])]
+        if one.near:
+            owners[i] = _dealt(one.near, owners[i])
     return owners
+
+
+class _Loads:
+    """What each of some ranks has to do, as far as all of them know.
+
+    They know what parameters on these ranks and more give them. What those on other ranks give, only some know.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], known: Iterable[_Loads]) -> None:
+        """``known`` are those of more ranks."""
+        self._given = dict.fromkeys(ranks, 0.0)
+        self._load = {rank: sum(other._given[rank] for other in known) for rank in ranks}
+        self._heaps: dict[tuple[int, ...], list[tuple[float, int]]] = {}
+
+    def give(self, ranks: tuple[int, ...], cost: float) -> int:
+        """Return the one of ``ranks`` with the least load, after adding ``cost`` to it."""
+        if ranks not in self._heaps:
+            self._heaps[ranks] = [(self._load[rank], rank) for rank in ranks]
+            heapq.heapify(self._heaps[ranks])
+        heap = self._heaps[ranks]
+        while heap[0][0] < self._load[heap[0][1]]:  # another heap gave to it
+            heapq.heapreplace(heap, (self._load[heap[0][1]], heap[0][1]))
+        owner = heap[0][1]
+        self._given[owner] += cost
+        self._load[owner] += max(cost, math.ulp(1.0))
+        heapq.heapreplace(heap, (self._load[owner], owner))
+        return owner
 
 
 def _dealt(near: Sequence[Collection[int]], owners: Sequence[int]) -> list[int]:

@@ -5,6 +5,9 @@ ranks of H100s. The code runs as it is on one simulated rank, the one with most 
 travel at the rate of a rank's own share of the network (37.5 GB/s). *Owner placement* keeps every matrix whole on one
 rank: its row is the time of the optimizer's kernels alone.
 
+Whole iterations: forward, backward and the step of the same models, in bfloat16, with gradients reduced in float32. For
+owner placement, gathers are broadcasts and reductions go to owners, priced in its favor (`_owners.py`).
+
 Measured: a GPT on two and four gloo processes, whose matrices Muon trains. The candidates live in the same processes
 and take turns; ratios are medians of the ratios within a turn. *Alone* steps on the matrices that the rank owns, and
 sends nothing, as owner placement does.
@@ -13,8 +16,8 @@ sends nothing, as owner placement does.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from _common import arguments, candidates, markdown, median, publish, shard_units, spread
 from _llama import SHAPES, Shape
 from _models import GPT
+from _owners import WAYS, iteration_ms, kernel_seconds, muon
 from _processes import LENGTH, batch, on_processes, turn_arguments
 from _simulated import torchs_streams
 from torch import Tensor, nn
@@ -34,6 +38,8 @@ from fsdp2.tools.forecast.rank import simulated_rank
 
 WIDTH, LAYERS, WORLDS, RANKS = 384, 4, (2, 4), (8, 64, 512)
 NAMES = ("torch", "whole", "overlap", "kept", "alone")
+PLACED = ("placed", "placed, each", "placed, layers")
+TOKENS = (8192, 2048)
 
 
 # ---- modelled ----
@@ -65,17 +71,6 @@ class Model(nn.Module):
         return torch.stack([layer() for layer in self.layers]).sum()
 
 
-def muon(params: list[Any], whole: Callable[..., Any] | None = None, **options: Any) -> torch.optim.Optimizer:
-    """Muon of matrices, and of stacks of them, which its constructor refuses."""
-    optimizer = torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-3)
-    if whole is not None:
-        whole(optimizer, **options)
-    stacks = [param for param in params if param.ndim == 3]
-    if stacks:
-        optimizer.add_param_group({"params": stacks})
-    return optimizer
-
-
 def modelled(name: str, shape: Shape, layers: int, ranks: int) -> dict[str, float]:
     """Milliseconds of a step, and the bytes that arrive at this rank in a step and in backward besides reductions."""
     clock = Clock()
@@ -83,10 +78,9 @@ def modelled(name: str, shape: Shape, layers: int, ranks: int) -> dict[str, floa
     with torchs_streams(clock), simulated_rank({"shard": ranks}, clock) as mesh:
         model = Model(shape, layers)
         if name == "alone":
-            return {"ms": 1e3 * _alone(list(model.parameters()), ranks, clock)}
+            return {"ms": 1e3 * kernel_seconds(list(model.parameters()), ranks, clock)}
         shard_units(model, model.layers, fully_shard, mesh)
-        way = {"overlap_backward": name in ("overlap", "kept"), "keep_full_params": name == "kept"}
-        optimizer = muon(list(model.parameters()), None if name == "torch" else use_full_params, **way)
+        optimizer = muon(list(model.parameters()), whole=name != "torch", **WAYS.get(name, {}))
         found: dict[str, float] = {}
         for _ in range(2):
             clock.begin()
@@ -101,27 +95,6 @@ def modelled(name: str, shape: Shape, layers: int, ranks: int) -> dict[str, floa
 
 def _moved(clock: Clock, kind: str = "") -> float:
     return float(sum(span.nbytes for span in clock.spans if span.group and kind in span.kind))
-
-
-def _alone(params: list[Any], ranks: int, clock: Clock) -> float:
-    """Seconds of the kernels for the matrices that rank 0 owns of these plain tensors."""
-    mesh = init_device_mesh("cpu", (ranks,))
-    model = nn.ParameterList(params)
-    candidates()["ours"](model, mesh=mesh)
-    sharded: list[Any] = list(model.parameters())
-    counts = [param.shape[0] if param.ndim == 3 else 1 for param in sharded]
-    owners = assign_owners(sharded, default_cost, counts)
-    mine = [
-        nn.Parameter(torch.empty(param.shape[-2:])) for param, own in zip(sharded, owners) for one in own if one == 0
-    ]
-    for param in mine:
-        param.grad = torch.empty_like(param)
-    optimizer = torch.optim.Muon(mine, lr=1e-3)
-    begin = 0.0
-    for _ in range(2):
-        begin = clock.begin()
-        optimizer.step()
-    return clock.now - begin
 
 
 def model_table(options: argparse.Namespace) -> tuple[str, list[Any]]:
@@ -140,6 +113,22 @@ def model_table(options: argparse.Namespace) -> tuple[str, list[Any]]:
             lines.append([title, str(ranks), *cells, *sent, f"{found['overlap']['backward'] / 1e6:.0f}"])
     head = ["matrices", "ranks", "torch's Muon, ms", "use_full_params", "overlap_backward", "and keep_full_params"]
     head += ["owner placement", "MB of a step", "with overlap", "and kept", "in backward"]
+    return markdown(head, lines), data
+
+
+def iteration_table(options: argparse.Namespace) -> tuple[str, list[Any]]:
+    """The table of whole iterations, and its data."""
+    lines, data = [], []
+    for title, kind, layers in (("Llama 8B", "8b", options.layers), ("experts", "moe", options.expert_layers)):
+        for ranks in RANKS:
+            for tokens in TOKENS:
+                found = {name: iteration_ms(name, kind, layers, ranks, tokens) for name in (*WAYS, *PLACED)}
+                data.append({"model": title, "ranks": ranks, "tokens": tokens, **found})
+                print(data[-1], file=sys.stderr, flush=True)
+                cells = [f"{ms:.0f} ({ms / found['placed']:.3f})" for ms in found.values()]
+                lines.append([title, str(ranks), str(tokens), *cells])
+    head = ["model", "ranks", "tokens", "use_full_params", "overlap_backward", "and keep_full_params"]
+    head += ["owner placement", "a collective a matrix", "an owner a layer"]
     return markdown(head, lines), data
 
 
@@ -163,9 +152,8 @@ class Candidate:
             self._plain = [(param, whole) for param, whole in self._plain if any(param is one for one in mine)]
             matrices = [whole for _, whole in self._plain]
         self.optimizer = torch.optim.Muon(matrices, lr=1e-3)
-        if name in ("whole", "overlap", "kept"):
-            way = {"overlap_backward": name != "whole", "keep_full_params": name == "kept"}
-            use_full_params(self.optimizer, bucket_mb=8, **way)
+        if name in WAYS:
+            use_full_params(self.optimizer, bucket_mb=8, **WAYS[name])
 
     def step(self, data: Tensor) -> dict[str, float]:
         """Seconds of the backward and of the optimizer, and of the processor on all threads."""
@@ -232,13 +220,17 @@ def main() -> None:
     parser = arguments(__doc__)
     turn_arguments(parser, turns=15)
     parser.add_argument("--layers", type=int, default=32, help="modelled layers of Llama 8B (default 32)")
-    parser.add_argument("--only", choices=("modelled", "measured"), help="leave the other table out")
+    parser.add_argument("--expert-layers", type=int, default=16, help="modelled layers with experts (default 16)")
+    parser.add_argument("--only", choices=("modelled", "iterations", "measured"), help="leave the other tables out")
     options = parser.parse_args()
     tables, data = [], {}
-    if options.rank is None and options.only != "measured":
+    if options.rank is None and options.only in (None, "modelled"):
         text, data["modelled"] = model_table(options)
         tables.append(f"Modelled, milliseconds of a step, in parentheses beside owner placement:\n\n{text}")
-    if options.only != "modelled":
+    if options.rank is None and options.only in (None, "iterations"):
+        text, data["iterations"] = iteration_table(options)
+        tables.append(f"Modelled, milliseconds of an iteration, in parentheses beside owner placement:\n\n{text}")
+    if options.only in (None, "measured"):
         found = on_processes(worker, options, WORLDS)
         data["measured"] = [one["times"] for one in found]
         tables.append(f"Measured, ratios to `use_full_params` of the same turn:\n\n{measured_table(found)}")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 
+from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.tensors import local_tensors, versions_of
-from fsdp2.engine.param import FSDPParam, have_locals
+from fsdp2.engine.param import FSDPParam, have_locals, is_managed_tensor
 
 __all__ = ["Stamp", "note_optimizer_step"]
 
 _count = 0  # of steps of optimizers
-_steps: deque[tuple[int, weakref.ref[torch.optim.Optimizer]]] = deque(maxlen=256)
-"""The numbers of the latest steps, and their optimizers. A stamp that is older than all of them counts as changed."""
+_STEPPED = "_fsdp2_stepped"
+"""An attribute of shards: the number of the last step of an optimizer that holds them."""
 
 
 class Stamp:
@@ -45,12 +44,7 @@ class Stamp:
         """Return whether an optimizer that holds one of the shards has stepped since."""
         if self._seen_step == _count:
             return False
-        later = [optimizer() for number, optimizer in _steps if number > self._seen_step]
-        if len(later) < _count - self._seen_step or None in later:
-            return True  # some steps are forgotten, or their optimizer was freed: it may have held a shard
-        mine = {id(param.sharded) for param in self._params}
-        groups = [group for optimizer in later if optimizer is not None for group in optimizer.param_groups]
-        if any(id(param) in mine for group in groups for param in group["params"]):
+        if any([getattr(param.sharded, _STEPPED, 0) > self._seen_step for param in self._params]):
             return True
         self._seen_step = _count  # none of these steps has to be looked at again
         return False
@@ -63,11 +57,16 @@ class Stamp:
         return not have_locals([param.sharded for param in self._params], self._locals)
 
 
+@outside_dynamo
 def note_optimizer_step(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-    """Note that ``optimizer`` has stepped, since version counters need not show that.
+    """Note on the shards that ``optimizer`` holds that it has stepped, since version counters need not show that.
 
-    DTensor's operators that change several tensors at once (``foreach``) run below autograd, where no counter grows.
+    DTensor's operators that change several tensors at once (``foreach``) run below autograd, where no counter grows. It
+    is noted now, not looked up later: when an optimizer that was dropped is freed differs between ranks.
     """
     global _count
     _count += 1
-    _steps.append((_count, weakref.ref(optimizer)))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if is_managed_tensor(param):
+                setattr(param, _STEPPED, _count)

@@ -117,6 +117,25 @@ def test_what_one_rank_does_alone(rank, world, act: Callable[..., None], reshard
         act(module, alone, rank)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("kept_by", ["backward", "unshard"])
+def test_an_optimizer_that_one_rank_has_freed(rank, world, kept_by):
+    """Whether an optimizer that stepped had held a shard was looked up later. One that was freed by then might have,
+    so that rank gathered anew: "ranks do not do the same". When the garbage collector frees it is its own affair."""
+    module, _ = models()
+    module.set_reshard_after_backward(kept_by != "backward")
+    for _ in range(3):
+        if kept_by == "unshard":
+            module.unshard(recurse=True)
+        probe = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(probe.parameters())
+        probe(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if rank == 0:
+            del optimizer
+        module(inputs()).sum().backward()
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("reshard, explicit", [(None, False), (False, True), (2, False)])
 def test_shards_written_where_there_is_something_to_write(rank, world, reshard, explicit):

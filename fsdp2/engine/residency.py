@@ -440,14 +440,10 @@ class Residency:
                 "param.copy_(value)`"
             )
 
-    def _warn_of_writes(self) -> None:
+    def _written_by_hand(self) -> list[str]:
+        """Return the names of full parameters that the caller asked for and has written to."""
         versions = self._versions_left
-        if self._by_hand and versions is not None and (written := self.store.changed_since(versions)):
-            warn(
-                f"{', '.join(written)}: values were written to the full parameters that unshard() or use_weights "
-                "gathered. They are lost, because these are copies of the shards, and are freed now. Write inside "
-                "summon_full_params, which copies new values to the shards"
-            )
+        return self.store.changed_since(versions) if self._by_hand and versions is not None else []
 
     # ---- lower, free ----
 
@@ -499,13 +495,19 @@ class Residency:
         # Even if shards are shown already: this carries a change of requires_grad to the other tensors, on ranks that
         # skip the unit as on those that use it.
         self.show("shards")
+        lost = self._written_by_hand()
         if self.kept:
-            self._warn_of_writes()
             self.store.reclaim_full()  # the caller may have assigned to .data of kept parameters
         self._free_full()
         self._free_pieces()
         self._move(Level.SHARDS)
         self._forget_memory()
+        if lost:  # last: where warnings are errors, this raises
+            warn(
+                f"{', '.join(lost)}: values were written to the full parameters that unshard() or use_weights "
+                "gathered. They are lost, because these are copies of the shards, and are freed now. Write inside "
+                "summon_full_params, which copies new values to the shards"
+            )
 
     def _drop_gather(self) -> None:
         """Wait for the gather in flight, if there is one.

@@ -228,6 +228,23 @@ def test_values_written_to_full_parameters_are_lost_with_a_warning(rank, world, 
 
 
 @on_ranks(2)
+def test_where_that_warning_is_an_error(rank, world):
+    """It was raised before the parameters were freed, so each further ``reshard()`` and forward raised it again."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    shard_each(model, fsdp2, mesh=mesh_1d())
+    model.unshard(recurse=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.init.ones_(model[1].bias)
+        with pytest.raises(UserWarning, match=r"bias: values were written"):
+            model[1].reshard()
+        assert in_memory(model[1]) == []
+        model.reshard(recurse=True)
+        model(torch.ones(1, 8)).sum().backward()
+    assert not (model[1].bias.full_tensor() == 1).any()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("how", ["foreach", "data"])
 def test_a_teacher_that_follows_its_student(rank, world, how):
     """A mean teacher is never trained, so its root stays as its first evaluation left it. ``torch._foreach_lerp_`` on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 
 from fsdp2._torch.autograd import functorch_active, profiler_running, without_functorch
 
-__all__ = ["Recorder", "Source", "emit", "listening", "owned", "profiled", "recording_with", "refresh", "span"]
+__all__ = ["Recorder", "Source", "emit", "listening", "profiled", "recording_with", "refresh", "span"]
 
 _M = TypeVar("_M", bound=Callable[..., Any])
 
@@ -129,17 +129,3 @@ def recording_with(new: Recorder) -> Iterator[None]:
     finally:
         recorder = before
         refresh()
-
-
-def owned(source: Source, operation: Generator[None, None, None]) -> Generator[None, None, None]:
-    """Run ``operation``, and attribute it to ``source`` each time it continues."""
-    try:
-        while True:
-            if recorder is not None:
-                recorder.enter(source)
-            next(operation)
-            yield
-    except StopIteration:
-        return
-    finally:
-        operation.close()

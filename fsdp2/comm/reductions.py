@@ -7,6 +7,7 @@ from collections.abc import Collection, Generator
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
+from fsdp2 import _trace
 from fsdp2.comm.retained import Retained
 from fsdp2.comm.streams import Lanes
 
@@ -20,11 +21,11 @@ class Abandoned(Exception):
 
 
 class _InFlight(NamedTuple):
-    """An operation, the bytes of its gradients, and whose it is."""
+    """An operation, the bytes of its gradients, and the group whose they are."""
 
     operation: Operation
     nbytes: int
-    owner: object
+    owner: _trace.Source | None
 
 
 class Reductions:
@@ -51,16 +52,17 @@ class Reductions:
         """Let so many ``operations`` be in flight, with ``nbytes`` of gradients in all; a single one may be larger."""
         self.limit, self.memory.limit_bytes = operations, nbytes
 
-    def add(self, operation: Operation, nbytes: int = 0, owner: object = None) -> None:
+    def add(self, operation: Operation, nbytes: int = 0, owner: _trace.Source | None = None) -> None:
         """Start ``operation`` of ``owner`` on gradients of so many bytes, and keep it in flight."""
+        added = _InFlight(operation, nbytes, owner)
         if not self.lanes.on_streams:
             while self._is_full(nbytes):
                 self._advance_oldest()
         else:
             self.memory.drop_encoded()
             self.memory.drop_sums()
-        if _resume(operation):
-            self._window.append(_InFlight(operation, nbytes, owner))
+        if _resume(added):
+            self._window.append(added)
             self._window_bytes += nbytes
 
     def _is_full(self, nbytes: int) -> bool:
@@ -70,17 +72,17 @@ class Reductions:
     def _advance_oldest(self) -> None:
         oldest = self._window.popleft()
         self._window_bytes -= oldest.nbytes
-        if _resume(oldest.operation):
+        if _resume(oldest):
             self._past_first_wait.append(oldest)
         while len(self._past_first_wait) > self.limit:
-            _exhaust(self._past_first_wait.popleft().operation)
+            _exhaust(self._past_first_wait.popleft())
 
     def finish(self) -> None:
         """Carry every operation to its end, oldest first."""
         while self._window:
             self._advance_oldest()
         while self._past_first_wait:
-            _exhaust(self._past_first_wait.popleft().operation)
+            _exhaust(self._past_first_wait.popleft())
         self.memory.drop_all()
 
     def abandon(self, owners: Collection[object]) -> None:
@@ -99,10 +101,12 @@ class Reductions:
             self.memory.drop_all()
 
 
-def _resume(operation: Operation) -> bool:
-    """Resume ``operation``; return whether it is still in flight."""
+def _resume(one: _InFlight) -> bool:
+    """Resume an operation; return whether it is still in flight."""
+    if _trace.recorder is not None and one.owner is not None:
+        _trace.recorder.enter(one.owner)
     try:
-        next(operation)
+        next(one.operation)
     except StopIteration:
         return False
     return True
@@ -113,6 +117,6 @@ def _abandon(operation: Operation) -> None:
         operation.throw(Abandoned())
 
 
-def _exhaust(operation: Operation) -> None:
-    while _resume(operation):
+def _exhaust(one: _InFlight) -> None:
+    while _resume(one):
         pass

@@ -352,8 +352,6 @@ class GroupGradients:
         operation = reduce_chunk(grads, row, reduction, memory, deliver, defer_or_reduce, finished=finished)
         nbytes = sum([grad.nbytes for grad in grads])
         del grads
-        if _trace.recorder is not None:
-            operation = _trace.owned(self._group, operation)
         self.comm.reductions.add(operation, nbytes, self._group)
 
     def _defer_or_reduce(self, params: list[FSDPParam], reduction: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import _trace
+from fsdp2.comm import reduce
 from fsdp2.tools.forecast.clock import Clock
 from fsdp2.tools.forecast.page import page
 from fsdp2.tools.forecast.pictures import COLOURS, KINDS, draw_lanes, picture
@@ -222,6 +223,24 @@ def test_an_exception_leaves_the_steps_before_it(rank, world, expected, error):
     with pytest.raises(RuntimeError, match=r"ended by an exception in its first step, so no whole step was recorded"):
         print(record.timeline)
     loss.backward()
+
+
+@on_ranks(2)
+def test_a_recovery_waits_for_what_was_recorded(rank, world):
+    """While steps were recorded, ``reset_iter_state`` did not wait for reductions on their way: what it throws into
+    one ended at the generator that attributed it to its unit."""
+    model, optimizer = build(init_device_mesh("cpu", (world,), mesh_dim_names=("shard",)))
+    with fsdp2.record_steps(model):
+        step(model, optimizer)
+        failing = model[1].register_forward_pre_hook(lambda _, args: args[0].register_hook(lambda grad: 1 / 0) and None)
+        with pytest.raises(ZeroDivisionError):
+            step(model, optimizer)
+        failing.remove()
+        with mock.patch("fsdp2.comm.reduce._wait_for", wraps=reduce._wait_for) as waits:
+            model.reset_iter_state()
+        assert waits.called
+        waits.reset_mock()  # it keeps what it was called with
+        step(model, optimizer)
 
 
 def test_an_error_ends_it():

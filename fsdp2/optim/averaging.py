@@ -60,14 +60,15 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
             plain.pop(id(ignored), None)
     # A hook on a gradient may average it.
     unaveraged = {key: p for key, p in plain.items() if not have_gradient_hooks([p])}
-    if not units or not unaveraged or any(any(_place(group)) for unit in units for group in unit.groups):
-        return  # each mesh's first rank warns
+    if not units or not unaveraged:
+        return
     names = _names(unaveraged, units, beside=any(map(is_managed_tensor, held)))
     if names:
         warn(
             f"{_list(names)}: trained beside sharded parameters, but no fully_shard call has them, so nobody averages "
             "their gradients, and each rank trains values of its own. Call fully_shard on the whole model too, after "
-            "its blocks: fully_shard(model); to leave them out on purpose, pass them to it as ignored_params"
+            "its blocks: fully_shard(model); to leave them out on purpose, pass them to it as ignored_params",
+            here=not any(any(_place(group)) for unit in units for group in unit.groups),  # on each mesh's first rank
         )
 
 

@@ -76,8 +76,8 @@ def compare(
         board.raise_difference(plan)
     want = json.dumps(values)
     text = board.choose(_VALUES, want, plan, _other_values)
-    if text and board.rank == board.ranks[0]:
-        warn(text)
+    if text:
+        warn(text, here=board.rank == board.ranks[0])
     return _VALUES + 1
 
 

@@ -125,11 +125,12 @@ def check_copies(mine: Iterable[Place], ranks: Ranks, where: str, taken: str) ->
                 )
         if not all(got.is_same(expected) for _, got in others):
             unlike.append(name)
-    if unlike and ranks.first:
+    if unlike:
         warn(
             f"{where}: the copies of {unlike} on different ranks are not equal; the first one is {taken}. If they are "
             "different tensors (experts that began with the same values), give the modules names that differ between "
-            "these ranks"
+            "these ranks",
+            here=ranks.first,
         )
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import sys
+import warnings
 from functools import partial
 from typing import Any
 
@@ -342,6 +343,12 @@ def other_seed(rank: int, world: int) -> None:
     train(sharded(seed=rank))
 
 
+def other_seed_strictly(rank: int, world: int) -> None:
+    """The same, where warnings are errors."""
+    warnings.simplefilter("error")
+    other_seed(rank, world)
+
+
 def same_seed(rank: int, world: int) -> None:
     """Ranks built the model alike."""
     train(sharded())
@@ -384,6 +391,13 @@ def test_different_seeds_are_warned_of():
         assert bool(re.search(r"/tests/\S+\.py:\d+: UserWarning: a\.weight: ", ended[0].output)) == warned, ended[0]
         assert ("torch.manual_seed with the same seed on every rank" in ended[0].output) == warned
         assert all("other values" not in one.output for one in ended[1:])
+
+
+def test_where_that_warning_is_an_error():
+    """Rank 0, which alone shows it, raised it, and the other waited for that rank in the first gather."""
+    ended = run_apart(other_seed_strictly, 2)
+    text = "UserWarning: a.weight: rank 1 started from other values than rank 0"
+    assert all(one.status == 1 and text in one.output for one in ended), ended
 
 
 def other_groups(rank: int, world: int) -> None:

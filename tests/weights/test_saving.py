@@ -279,6 +279,20 @@ def test_values_that_ranks_have_for_themselves(rank, world, tmp_path, ignored, c
 
 
 @on_ranks(2)
+def test_where_that_warning_is_an_error(rank, world, tmp_path):
+    """Rank 0, which alone showed it, raised it and left the other waiting in the next collective."""
+    module = nn.ModuleDict({"own": nn.Linear(8, 6), "dense": nn.Linear(3, 2)})
+    nn.init.constant_(module["own"].weight, 1 + 1e-5 * rank)
+    fsdp2.fully_shard(module["dense"], mesh=mesh_1d())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"the copies of \['own.weight'\] on different ranks are not equal"):
+            fsdp2.save_safetensors(module, tmp_path)
+        warnings.simplefilter("ignore")
+        fsdp2.save_safetensors(module, tmp_path)
+
+
+@on_ranks(2)
 def test_ranks_that_disagree(rank, world, tmp_path):
     """One name with different shapes, or names in another order: ranks would add up each other's bytes."""
     module = nn.ModuleDict({"dense": nn.Linear(3, 2), "extra": nn.Linear(2, 2 + rank)})

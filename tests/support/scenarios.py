@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2.tools.check.on_streams import hook_raises
 from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
 from tests.support.models import Transformer
@@ -307,23 +308,6 @@ def raising(run: Training) -> None:
         run.forward()
     handle.remove()
     run.model.reset_iter_state()
-    run.step(2)
-
-
-def hook_raises(run: Training) -> None:
-    """A hook of a reduction raises: what the reduction has put on lanes still reads gradients and sums."""
-
-    def fail(gradient: Tensor) -> None:
-        gradient.mul_(1.0)
-        raise KeyError("nothing")
-
-    run.step()
-    run.model.blocks[1].set_all_reduce_hook(fail)
-    with contextlib.suppress(KeyError):
-        run.backward()
-    run.model.reset_iter_state()
-    run.model.blocks[1].set_all_reduce_hook(lambda gradient: gradient.mul_(1.0))
-    run.update()
     run.step(2)
 
 

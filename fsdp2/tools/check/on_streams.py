@@ -27,7 +27,7 @@ from fsdp2.tools.check.ordering import Ordering
 from fsdp2.tools.check.place import Outcome, Place
 from fsdp2.tools.check.trial import MIXED, Trial, loss_of, shard
 
-__all__ = ["streams", "watched"]
+__all__ = ["hook_raises", "streams", "watched"]
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 INT8 = CompressionPolicy(torch.int8, torch.int8, torch.int8, block=16, min_numel=512)
@@ -39,7 +39,7 @@ def streams(place: Place) -> Outcome:
 
 
 def watched(place: Place, watcher: Callable[[], Any]) -> Outcome:
-    """_Run the programs in contexts whose ``mistakes`` name what is not ordered."""
+    """Run the programs in contexts whose ``mistakes`` name what is not ordered."""
     trial = Trial(place)
     for program in PROGRAMS:
         if (program.needs_gpu and not place.cuda) or (program.needs_pairs and place.world % 2):
@@ -78,16 +78,24 @@ class _Run:
         part, parts = trial.data
         self.rows = trial.rows(0, self.model.width).chunk(parts)[part]
 
+    def backward(self) -> None:
+        """Add to the gradients."""
+        loss_of(self.model(self.rows)).backward()
+
+    def update(self) -> None:
+        """Step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def step(self, times: int = 1) -> None:
         """Train."""
         for step in range(times):
             self.trial.place.doing(f"{self.name}, step {step + 1}")
-            loss_of(self.model(self.rows)).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.backward()
+            self.update()
 
     def evaluate(self) -> None:
-        """_Run without gradients."""
+        """Run without gradients."""
         with torch.no_grad():
             self.model(self.rows)
 
@@ -137,7 +145,7 @@ def _replaces(run: _Run) -> None:
 
     first.forward = replacing
     for _ in range(2):
-        loss_of(run.model(run.rows)).backward()
+        run.backward()
 
 
 def _reshards(run: _Run) -> None:
@@ -171,7 +179,7 @@ def _teaches(run: _Run) -> None:
 
     run.model.blocks[0].forward = teaching
     for _ in range(3):
-        loss_of(run.model(run.rows)).backward()
+        run.backward()
         run.model.zero_grad()
 
 
@@ -248,8 +256,11 @@ def _computes_aside(run: _Run) -> None:
         model.zero_grad()
 
 
-def _breaks_off(run: _Run) -> None:
-    """A hook of a reduction raises: what is on lanes still reads gradients and sums."""
+def hook_raises(run: Any) -> None:
+    """A hook of a reduction raises: what is on lanes still reads gradients and sums.
+
+    ``run`` is a `_Run`, or what tests have in its place.
+    """
 
     def fail(gradient: Tensor) -> None:
         gradient.mul_(1.0)
@@ -258,10 +269,10 @@ def _breaks_off(run: _Run) -> None:
     run.step()
     run.model.blocks[1].set_all_reduce_hook(fail)
     with contextlib.suppress(KeyError):
-        loss_of(run.model(run.rows)).backward()
+        run.backward()
     run.model.reset_iter_state()
     run.model.blocks[1].set_all_reduce_hook(lambda gradient: gradient.mul_(1.0))
-    run.optimizer.step()
+    run.update()
     run.step(2)
 
 
@@ -378,6 +389,6 @@ PROGRAMS = [
     _Program("a unit that an evaluation leaves out", OVER_REPLICAS, _skips),
     _Program("a hook on sums", {"mp_policy": MIXED}, _hooks_the_sums, needs_gpu=True),
     _Program("gradients of another stream", {"mp_policy": MIXED}, _computes_aside, needs_gpu=True),
-    _Program("a hook that raises", HYBRID, _breaks_off),
+    _Program("a hook that raises", HYBRID, hook_raises),
     _Program("a tensor class", do=_decodes),
 ]

@@ -88,7 +88,7 @@ def under(idea: Idea, step: host.Step) -> host.Step:
         with idea.off():
             return step()
 
-    run.clear = step.clear  # type: ignore[attr-defined]
+    run.clear = step.clear
     return run
 
 

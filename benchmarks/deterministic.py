@@ -29,7 +29,7 @@ def build(mesh: DeviceMesh, *, fixed: bool, small: bool) -> Training:
     model = GPT(96, LAYERS, LENGTH) if small else GPT(WIDTH, LAYERS, LENGTH)
     sharded: nn.Module = shard_units(model, model.layers, fully_shard, mesh)
     if fixed:
-        sharded.set_deterministic_reduction(True)  # type: ignore[operator]
+        sharded.set_deterministic_reduction(True)
     return Training(sharded, torch.optim.AdamW(sharded.parameters(), lr=3e-4, foreach=False))
 
 

@@ -97,7 +97,7 @@ def warm(model: nn.Module, data: Tensor) -> Step:
     for _ in range(WARM_STEPS):
         step()
         clear(parameters)
-    step.clear = lambda: clear(parameters)  # type: ignore[attr-defined]
+    step.clear = lambda: clear(parameters)
     return step
 
 
@@ -109,13 +109,13 @@ def clear(parameters: list[nn.Parameter]) -> None:
 def count(step: Step) -> dict[str, int]:
     """Calls in one step, by the keys of `KINDS`."""
     events = calls_of(step)
-    step.clear()  # type: ignore[attr-defined]
+    step.clear()
     with Dispatches() as dispatches:
         step()
-    step.clear()  # type: ignore[attr-defined]
+    step.clear()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
-    step.clear()  # type: ignore[attr-defined]
+    step.clear()
     operators = sum(_is_operator(event) for event in profiler.events())
     python = sum(events.values())
     return {
@@ -159,7 +159,7 @@ def in_turns(steps: dict[Any, Step], rounds: int) -> dict[Any, list[float]]:
             start = time.thread_time()
             steps[key]()
             times[key].append(time.thread_time() - start)
-            steps[key].clear()  # type: ignore[attr-defined]
+            steps[key].clear()
     return times
 
 
@@ -312,7 +312,7 @@ def show_profile(step: Step) -> None:
         profiler.enable()
         step()
         profiler.disable()
-        step.clear()  # type: ignore[attr-defined]
+        step.clear()
     pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(45)
 
 

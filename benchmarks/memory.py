@@ -103,7 +103,7 @@ def trace(
             with record_function(f"measure:backward:{step}"):
                 loss.backward()
             model.zero_grad()
-    state = sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[attr-defined]
+    state = sum(parameter.to_local().nbytes for parameter in model.parameters())
     return events_of(profiler), state
 
 

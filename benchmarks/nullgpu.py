@@ -92,7 +92,7 @@ def build(setting: Setting, library: str) -> nn.Module:
     model.to(torch.bfloat16 if library == "unsharded" else torch.float32)
     for block in blocks:
         if setting.kind == "recomputed":
-            block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+            block.forward = _recomputed(block.forward)
         if setting.kind == "compiled":
             block.compile()
     if library != "unsharded":
@@ -113,7 +113,7 @@ def _shard(setting: Setting, library: str, model: nn.Module, units: list[nn.Modu
 
         api.set_rank_checks(False)  # the other ranks would have to answer
     else:
-        import torch.distributed.fsdp as api  # type: ignore[no-redef]
+        import torch.distributed.fsdp as api
     mesh: DeviceMesh
     if setting.tensor_parallel > 1:
         shape = (setting.ranks // setting.tensor_parallel, setting.tensor_parallel)

@@ -53,8 +53,8 @@ def plain(like: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Ordinary parameters with the local shapes, values and gradients of sharded ones."""
     copies = []
     for parameter in like:
-        copy = nn.Parameter(parameter.to_local().detach().clone())  # type: ignore[attr-defined]
-        copy.grad = parameter.grad.to_local().clone()  # type: ignore[union-attr]
+        copy = nn.Parameter(parameter.to_local().detach().clone())
+        copy.grad = parameter.grad.to_local().clone()
         copies.append(copy)
     return copies
 

@@ -50,13 +50,13 @@ def build(name: str, options: argparse.Namespace) -> Training:
     elif name == "int8":
         ours, mesh = importlib.import_module("fsdp2"), init_device_mesh("cpu", (WORLD,))
         policy = ours.CompressionPolicy(gather=torch.int8, reduce=torch.int8)
-        shard_units(model, model.layers, ours.fully_shard, mesh, compression=policy)  # type: ignore[arg-type]
+        shard_units(model, model.layers, ours.fully_shard, mesh, compression=policy)
     elif name == "theirs_bf16":
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        shard_units(model, model.layers, candidates()["theirs"], init_device_mesh("cpu", (WORLD,)), mixed)  # type: ignore[arg-type]
+        shard_units(model, model.layers, candidates()["theirs"], init_device_mesh("cpu", (WORLD,)), mixed)
     elif name != "compute":
         fully_shard = candidates(options.ours)[name]
-        shard_units(model, model.layers, fully_shard, init_device_mesh("cpu", (WORLD,)))  # type: ignore[arg-type]
+        shard_units(model, model.layers, fully_shard, init_device_mesh("cpu", (WORLD,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     if name == "ours" and options.local_shards:
         importlib.import_module("fsdp2").use_local_shards(optimizer)

@@ -58,6 +58,7 @@ IN_THE_PACKAGE: list[Rule] = [
     rules.hook_registration,
     rules.environment,
     rules.module_names,
+    rules.ignored_types,
     rules.docstrings,
     rules.exports,
 ]
@@ -153,6 +154,7 @@ sys._getframe()
     rules.hook_registration: "hook_gradient(p, f)\nregister(hook)",
     rules.environment: "import os\nos.path.join('environ')",
     rules.module_names: "f'{class_name(module)} {type(value).__name__}'",
+    rules.ignored_types: "x = f()  # type: ignore[misc]  # untyped",
     rules.docstrings: "'''Text.'''\ndef _f(): ...\ndef g():\n  '''Text.'''",
     rules.exports: "__all__ = ['f', 'X']\ndef f(): ...\ndef _g(): ...\nX = 1",
 }
@@ -205,6 +207,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (rules.module_names, "fsdp2/a.py", "f'{type(module).__name__}'"),
     (rules.module_names, "fsdp2/a.py", "f'{type(self.modules[0]).__name__} {1}'"),
     (rules.module_names, "fsdp2/a.py", "f'{type(site.module).__name__}'"),
+    (rules.ignored_types, "fsdp2/a.py", "x = f()  # type: ignore[misc]"),
+    (rules.ignored_types, "fsdp2/a.py", "x = f()  # type: ignore\ny = 1"),
     (rules.docstrings, "fsdp2/a.py", "'''Text.'''\ndef g(): ..."),
     (rules.docstrings, "fsdp2/a.py", "def _g(): ..."),
     (rules.docstrings, "fsdp2/a.py", "'''Text.'''\nclass A:\n '''Text.'''\n def m(self): ..."),
@@ -293,7 +297,7 @@ def test_no_undocumented_methods():
 
 def shape(function: object) -> list[tuple[str, object, object]]:
     """Return name, kind and default of each parameter."""
-    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()  # type: ignore[arg-type]
+    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
     return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
 
 

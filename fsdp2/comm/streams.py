@@ -185,7 +185,7 @@ class Moments:
 
     def between(self, start: Any, end: Any) -> float:
         """Return the seconds from one moment to another, both of which are over."""
-        return end - start if self._module is None else start.elapsed_time(end) / 1e3  # type: ignore[no-any-return]
+        return end - start if self._module is None else start.elapsed_time(end) / 1e3  # type: ignore[no-any-return]  # a float
 
 
 class ComputeLane:

@@ -241,15 +241,13 @@ def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) ->
             call_hook(hook, sharded, param.name, param.spec)
 
 
-def _check_placed_alike(
-    params: list[FSDPParam], sharded: torch.Tensor, before: torch.Tensor, grad: torch.Tensor
-) -> None:
+def _check_placed_alike(params: list[FSDPParam], sharded: torch.Tensor, before: torch.Tensor, grad: DTensor) -> None:
     """Raise RuntimeError if somebody has made ``.grad`` a DTensor that is not placed as its parameter."""
-    if isinstance(before, DTensor) and before.placements != grad.placements:  # type: ignore[attr-defined]
+    if isinstance(before, DTensor) and before.placements != grad.placements:
         name = next(param.name for param in params if param.sharded is sharded)
         raise RuntimeError(
             f"{name}: a backward adds to its .grad; got a DTensor placed as {before.placements}, expected "
-            f"{grad.placements} as the parameter is. Redistribute it back, or call zero_grad() before backward"  # type: ignore[attr-defined]
+            f"{grad.placements} as the parameter is. Redistribute it back, or call zero_grad() before backward"
         )
 
 

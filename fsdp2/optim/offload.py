@@ -151,7 +151,7 @@ class _Offloaded:
         noted = outside_dynamo(note_step)  # it sets an attribute, which Dynamo of torch 2.11 cannot trace
         hooked = optim.Optimizer.profile_hook_step(outside_dynamo(self._step))
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one alone
-        optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]
+        optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]  # likewise
         self._settle(loaded=True)
 
     def _params(self) -> list[torch.Tensor]:
@@ -208,7 +208,7 @@ class _Offloaded:
     def _lend(self, param: Any) -> torch.Tensor:
         """Return the plain parameter that stands for ``param`` in a step, with its gradient."""
         if not isinstance(param, DTensor):
-            return param  # type: ignore[no-any-return]
+            return param  # type: ignore[no-any-return]  # a tensor
         known = self._proxies[param] = proxy_of(param, self._proxies.get(param))
         proxy = known[1]
         lend_gradient(proxy, None if param.grad is None else local_gradient(param.grad, param))

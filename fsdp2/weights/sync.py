@@ -68,7 +68,7 @@ def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
         with ranks.agreed():
             stack.enter_context(selection.changing())
             kinds = {name: kind for names, _, kind in offered for name in names}
-            on = {place: kinds[place.name] or place.mesh.device_type for place in places}  # type: ignore[union-attr]
+            on = {place: kinds[place.name] or place.mesh.device_type for place in places}  # type: ignore[union-attr]  # it has one of the two
             for kind in set(on.values()):
                 materialize([place for place in places if on[place] == kind], device_of(kind))
         _move(places, offered, ranks, limit)

@@ -65,7 +65,8 @@ class Source:
     def mesh(self) -> DataParallelMesh:
         """The mesh that the tensor is sharded over."""
         assert self.param is not None
-        return self.param.group.mesh  # type: ignore[no-any-return]
+        mesh: DataParallelMesh = self.param.group.mesh
+        return mesh
 
     @property
     def cut_over(self) -> Axis | None:

@@ -253,7 +253,7 @@ def test_the_global_batch_is_the_same_on_any_number_of_ranks(text: Path) -> None
         (lambda folder: (folder / "checkpoint.json").write_bytes(b"\xff\x00"), "checkpoint.json cannot be read"),
     ],
 )
-def test_damage_to_a_checkpoint_is_found(whole: Path, tmp_path: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_damage_to_a_checkpoint_is_found(whole: Path, tmp_path: Path, damage, message: str) -> None:
     folder = tmp_path / "step-000010"
     shutil.copytree(whole / "checkpoints" / "step-000010", folder)
     assert isinstance(checkpoint.verify(folder), Progress)

@@ -56,7 +56,7 @@ def gathers(on_all: bool, rank: int, world: int) -> None:
     if not on_all:
         until_logged("waits for other ranks", range(world))
     if on_all or rank == 0:
-        module[0].weight.full_tensor()  # type: ignore[operator, union-attr]
+        module[0].weight.full_tensor()
     dist.barrier()
 
 

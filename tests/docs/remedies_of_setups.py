@@ -244,7 +244,7 @@ def a_node_of_unknown_size(rank: int) -> Iterator[Call]:
 def a_group_in_the_place_of_a_mesh(rank: int) -> Iterator[Call]:
     """The calls that are named."""
     shard, alone = dist.group.WORLD, [dist.new_group([0]), dist.new_group([1])]
-    yield lambda: fully_shard(layers(), mesh=shard, strategy=ShardingStrategy.FULL_SHARD)  # type: ignore[call-overload]  # on purpose
+    yield lambda: fully_shard(layers(), mesh=shard, strategy=ShardingStrategy.FULL_SHARD)
     assert shard is not None
     groups, ranks = [alone[rank], shard], torch.tensor([[0, 1]])
     for strategy, mesh in (
@@ -452,8 +452,8 @@ def an_optimizer_in_a_wrapper(rank: int) -> Iterator[Call]:
         module = model()
         wrapper = Wrapper(torch.optim.Adam(module.parameters()))
         if use is fsdp2.use_local_shards:
-            yield lambda: fsdp2.use_local_shards(wrapper)  # type: ignore[arg-type]  # on purpose  # noqa: B023
-        trained(module, use(wrapper.optimizer))  # type: ignore[arg-type]
+            yield lambda: fsdp2.use_local_shards(wrapper)  # noqa: B023
+        trained(module, use(wrapper.optimizer))
 
 
 @remedy("; build the optimizer after fully_shard, or, if it updates each parameter independently,")
@@ -536,7 +536,7 @@ class Counting(torch.optim.SGD):
 
     keep: Any = float
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """Note the largest element of each gradient."""
         for param in self.param_groups[0]["params"]:
             self.state[param]["largest"] = self.keep(param.grad.abs().max())

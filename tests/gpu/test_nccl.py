@@ -73,7 +73,7 @@ def shard(model: Net, mesh: DeviceMesh, implementation: Any = api.ours, transfer
     for module in (*model.layers, model):
         implementation.fully_shard(module, mesh=mesh, **options)
     if transfer:
-        model.set_transfer_sizes(**TRANSFERS[transfer])  # type: ignore[operator]
+        model.set_transfer_sizes(**TRANSFERS[transfer])
     return model
 
 

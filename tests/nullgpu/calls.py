@@ -34,5 +34,5 @@ def calls_of(step: Callable[[], object]) -> Counter[str]:
 
 def _on_autograds_thread(act: Callable[[], object]) -> None:
     tensor = torch.zeros(1, device="cuda", requires_grad=True) * 1
-    tensor.register_hook(lambda gradient: act())  # type: ignore[no-untyped-call]
+    tensor.register_hook(lambda gradient: act())
     tensor.backward()

@@ -42,7 +42,7 @@ def without(callers: tuple[str, ...] | None) -> Iterator[list[None]]:
         frame, names = sys._getframe(1), []
         while frame is not None and len(names) < len(callers or ()):
             names.append(frame.f_code.co_name)
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         if callers is not None and tuple(names) == callers:
             skipped.append(None)
         else:
@@ -80,7 +80,7 @@ def races(program: Program, setup: str, transfer: str, ignored: tuple[str, ...] 
         ordering = stack.enter_context(Ordering())
         skipped = stack.enter_context(without(ignored))
         stack.enter_context(not_entered_twice())
-        program(Training(mesh, Cuda(), setup, transfer))  # type: ignore[arg-type]
+        program(Training(mesh, Cuda(), setup, transfer))
     assert bool(skipped) is (ignored is not None), f"{ignored} waits for nothing in this program"
     return ordering.races()
 

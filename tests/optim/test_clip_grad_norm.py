@@ -421,4 +421,4 @@ def test_what_is_no_tensor_is_named(rank, world):
     original = module.weight
     fsdp2.fully_shard(module)
     with pytest.raises(TypeError, match="parameters must be tensors, got float at index 1"):
-        fsdp2.clip_grad_norm_([original, 1.0], max_norm=1.0)  # type: ignore[list-item]  # that is what is tested
+        fsdp2.clip_grad_norm_([original, 1.0], max_norm=1.0)

@@ -718,7 +718,7 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=text):
             fsdp2.use_full_params(optimizer)
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got list"):
-        fsdp2.use_full_params([weight])  # type: ignore[arg-type]
+        fsdp2.use_full_params([weight])
     with pytest.raises(ValueError, match="bucket_mb > 0, got 0"):
         fsdp2.use_full_params(torch.optim.Muon([weight]), bucket_mb=0)
     with pytest.raises(ValueError, match="batched=True, but torch.optim.Muon"):

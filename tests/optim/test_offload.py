@@ -266,7 +266,7 @@ class Sign(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "steps": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """Step."""
         for group in self.param_groups:
             group["steps"] += 1
@@ -299,7 +299,7 @@ class Pairs(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """Step."""
         for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
             state = self.state[param]

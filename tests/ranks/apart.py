@@ -61,7 +61,7 @@ def run_apart(program: Callable[[int, int], None], world: int, meeting: Meeting 
         listener.close()  # a process that hosts the store has its own copy
         running, deadline = {process.sentinel for process in processes}, time.monotonic() + LIMIT_SECONDS
         while running and (ended := wait(running, timeout=max(0.0, deadline - time.monotonic()))):
-            running.difference_update(ended)  # type: ignore[arg-type]
+            running.difference_update(ended)
         statuses = [None if process.sentinel in running else process.exitcode for process in processes]
         for process in processes:
             process.kill()

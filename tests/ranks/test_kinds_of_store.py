@@ -55,7 +55,7 @@ def late(rank: int, world: int, store: Any = None) -> None:
         look(*args, **kwargs)
         store.set("looked", "")
 
-    Board.look = noting  # type: ignore[method-assign]
+    Board.look = noting
     if rank == world - 1:
         before_comparing(lambda: store.wait(["looked"], LIMIT))
     model = sharded(TWO)
@@ -272,7 +272,7 @@ def slow_to_leave(rank: int, world: int) -> None:
 
     model = fsdp2.fully_shard(nn.Linear(8, 8))
     loss = model(torch.ones(2, 8)).sum()
-    Keys.add, Keys.get_within = host_comes_last, slow  # type: ignore[method-assign]
+    Keys.add, Keys.get_within = host_comes_last, slow
     loss.backward()  # nobody knows the steps of the first one, so they are compared at its end
 
 

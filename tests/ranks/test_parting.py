@@ -174,7 +174,7 @@ def test_every_rank_raises_and_names_what_each_does(program):
 def trains_on_batches(drop_last: bool, later: bool, rank: int, world: int) -> None:
     """Train on the batches of a dataset that does not divide: without drop_last the first rank has one more."""
     whole = torch.ones(2 * world + 1, 8)
-    sampler: Any = DistributedSampler(whole, world, rank, drop_last=True)  # type: ignore[arg-type]  # it has a length
+    sampler: Any = DistributedSampler(whole, world, rank, drop_last=True)
     own = [*sampler] if drop_last else range(len(whole))[rank::world]
     assert len(own) == (2 if drop_last or rank else 3)
     model = sharded()
@@ -298,7 +298,7 @@ def on_meta(rank: int, world: int) -> None:
 
 def policy(**formats: object) -> fsdp2.CompressionPolicy:
     """One for small parameters."""
-    return fsdp2.CompressionPolicy(block=16, min_numel=16, **formats)  # type: ignore[arg-type]
+    return fsdp2.CompressionPolicy(block=16, min_numel=16, **formats)
 
 
 def other_policy(rank: int, world: int) -> None:

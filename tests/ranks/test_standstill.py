@@ -51,7 +51,7 @@ def full_tensor_alone(patterns: list[str], rank: int, world: int) -> None:
     model = trained()
     until_logged(patterns[rank], range(world))
     if rank == world - 1:
-        model.last.weight.full_tensor()  # type: ignore[operator]
+        model.last.weight.full_tensor()
     dist.barrier()
 
 
@@ -80,7 +80,7 @@ def before_the_first_forward(rank: int, world: int) -> None:
     fsdp2.fully_shard(model)
     until_logged("waits for other ranks", range(world - 1, world))
     if rank == world - 1:
-        model.last.weight.full_tensor()  # type: ignore[operator]
+        model.last.weight.full_tensor()
     time.sleep(2 * standstill._PATIENCE_SECONDS)
     dist.barrier()
 
@@ -109,7 +109,7 @@ def without_checks(rank: int, world: int) -> None:
 def line_of(program: object, text: str) -> int:
     """The number of a program's line in this file."""
     lines = Path(HERE).read_text().splitlines()
-    first = program.__code__.co_firstlineno  # type: ignore[attr-defined]
+    first = program.__code__.co_firstlineno
     return next(i for i, line in enumerate(lines, 1) if i > first and text in line)
 
 
@@ -191,7 +191,7 @@ def comes_late(rank: int, world: int) -> None:
         clock = time.monotonic
         logging.getLogger("fsdp2").addHandler(Awaits("rank 1: at ", let_time_pass))
         board._LOOK_SECONDS = (SOON, SOON)
-        board.time = SimpleNamespace(monotonic=lambda: clock() + ahead, sleep=time.sleep)  # type: ignore[assignment]
+        board.time = SimpleNamespace(monotonic=lambda: clock() + ahead, sleep=time.sleep)
         try:
             with torch.no_grad():
                 model(torch.ones(2, 8))
@@ -210,12 +210,12 @@ def test_a_meeting_that_is_given_up_says_where_the_others_are():
 def as_the_interpreter_ends(program: object, rank: int, world: int) -> None:
     """Leave an exception to the interpreter, which notes it before functions that run at exit; then end."""
     try:
-        program(rank, world)  # type: ignore[operator]
+        program(rank, world)
     except RuntimeError as error:
         sys.last_value = error
         raise
     finally:
-        for process in list(fsdp2.ranks.process._processes.values()):  # type: ignore[attr-defined]
+        for process in list(fsdp2.ranks.process._processes.values()):
             process.leave()
 
 
@@ -235,7 +235,7 @@ def ends_alone(rank: int, world: int) -> None:
     model = trained()
     if rank == 0:
         time.sleep(1)
-        model.last.weight.full_tensor()  # type: ignore[operator]
+        model.last.weight.full_tensor()
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def evaluates_late(rank: int, world: int) -> None:
             store.set("looked", "")
         look(*args, **kwargs)
 
-    store, board.Board.look = default_store().clone(), count  # type: ignore[method-assign]
+    store, board.Board.look = default_store().clone(), count
     if rank == 0:
         store.wait(["looked"])
     with torch.no_grad():

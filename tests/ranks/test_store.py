@@ -120,7 +120,7 @@ class Model:
     def __init__(self, board: Board, units: int) -> None:
         self.groups: list[Any] = [Group(str(i)) for i in range(units)]
         self.all_states = [SimpleNamespace(groups=[group]) for group in self.groups]
-        self.monitor = RankMonitor(board, self, lambda job: job())  # type: ignore[arg-type]
+        self.monitor = RankMonitor(board, self, lambda job: job())
 
     def iterate(self, *, skip: int = -1) -> None:
         """One forward and backward; the unit ``skip`` is left out."""
@@ -246,9 +246,9 @@ def test_an_error_names_its_rank_once() -> None:
     for text in ("rank 0: FSDP parameters are on meta", "FSDP parameters are on meta"):
         boards = [board_on(CountingStore(memory), rank, 2) for rank in range(2)]
         with pytest.raises(RuntimeError, match=f"^{text}$"):
-            compare(boards[1], Model(boards[1], 1), [], PassKind("forward"), RuntimeError(text))  # type: ignore[arg-type]
+            compare(boards[1], Model(boards[1], 1), [], PassKind("forward"), RuntimeError(text))
         with pytest.raises(RuntimeError, match=text if text.startswith("rank") else f"^rank 1: {text}$"):
-            boards[0].look(SimpleNamespace(position=lambda: None), shows=False)  # type: ignore[arg-type]
+            boards[0].look(SimpleNamespace(position=lambda: None), shows=False)
 
 
 class LateStore(CountingStore):
@@ -273,8 +273,8 @@ def test_a_rank_that_wakes_late_from_the_first_meeting() -> None:
     model, kind = Model(boards[1], 2), PassKind("forward")
 
     def goes_on() -> None:
-        meetings = compare(boards[1], root, [], kind, None)  # type: ignore[arg-type]
-        model.monitor = RankMonitor(boards[1], model, lambda job: job(), meetings=meetings)  # type: ignore[arg-type]
+        meetings = compare(boards[1], root, [], kind, None)
+        model.monitor = RankMonitor(boards[1], model, lambda job: job(), meetings=meetings)
         model.monitor.begin(kind, outermost=True)
         gather, joins = Collective("gather", model.groups[0]), lambda other, planned: False
         assert model.monitor.before(gather, optional=False, can_join=joins) is Answer.LAUNCH
@@ -282,7 +282,7 @@ def test_a_rank_that_wakes_late_from_the_first_meeting() -> None:
 
     late.others = goes_on
     with mock.patch.object(board, "_LOOK_SECONDS", (0.001, 0.001)):
-        assert compare(boards[0], root, [], kind, None) == 1  # type: ignore[arg-type]
+        assert compare(boards[0], root, [], kind, None) == 1
     boards[1].look(model.monitor, shows=True)
     boards[1].leave()
     assert not memory.values

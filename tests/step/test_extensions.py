@@ -329,7 +329,7 @@ def test_an_extension_that_writes_to_the_parameter_with_gradients_enabled(rank, 
 class Aliasing(Halves):
     """What is gathered is the parameter: it keeps the gathered tensor, and asserts that it gets the same again."""
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh):  # type: ignore[override]
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh):
         return (self._tensor,), mesh.size()
 
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None):
@@ -478,7 +478,7 @@ class Lent(Halves):
     torch's main calls a function of its own for this; the two that every torch has can do it, too.
     """
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh):  # type: ignore[override]
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh):
         assert mesh.size() == 1
         return (), None
 

@@ -91,7 +91,7 @@ def assert_same_bits(one: Run, other: Run) -> None:
     assert list(one.seen) == list(other.seen)
     for name, value in one.seen.items():
         expected = other.seen[name]
-        assert value is expected is None or torch.equal(value, expected), name  # type: ignore[arg-type]
+        assert value is expected is None or torch.equal(value, expected), name
 
 
 # ---- it trains ----

@@ -216,10 +216,10 @@ def test_what_is_searched_for_side_outputs():
     """A shared module once, no attribute that is neither a tensor nor a container, and containers three levels deep."""
     shared = nn.Linear(2, 2)
     top = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
-    top.config = object()  # type: ignore[assignment]
+    top.config = object()
     outputs = SideOutputs((top,), lambda module: False, set())
     assert outputs._find() == [] and [*outputs._modules()].count(shared) == 1
-    top.near, top.far = [[[torch.ones(1)]]], [[[[torch.ones(1)]]]]  # type: ignore[assignment]
+    top.near, top.far = [[[torch.ones(1)]]], [[[[torch.ones(1)]]]]
     assert [name for _, name in SideOutputs((top,), lambda module: False, set())._find()] == ["near"]
 
 

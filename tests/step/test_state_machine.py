@@ -285,7 +285,7 @@ def mesh() -> Iterator[None]:
     MESH.clear()
 
 
-class TestDriven(Driven.TestCase):  # type: ignore[name-defined, misc]
+class TestDriven(Driven.TestCase):
     """The machine, with the profile of the run."""
 
     settings = settings(max_examples=settings().max_examples, stateful_step_count=30)

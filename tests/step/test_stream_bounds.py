@@ -49,7 +49,7 @@ class Together(torch.autograd.Function):
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         x, *weights = ctx.saved_tensors
         return grad, *[grad.t() @ x for _ in weights]
 
@@ -89,7 +89,7 @@ def shard(module: nn.Module, units: Iterable[nn.Module], mesh: Any, policy: str,
     """Make units, and return the bytes of their shards."""
     for unit in (*units, module):
         which.fully_shard(unit, mesh=mesh, mp_policy=which.MixedPrecisionPolicy(**POLICIES[policy]))
-    return sum(parameter.to_local().nbytes for parameter in module.parameters())  # type: ignore[attr-defined]
+    return sum(parameter.to_local().nbytes for parameter in module.parameters())
 
 
 def rows_of(width: int = WIDTH, tokens: int = TOKENS) -> Tensor:
@@ -142,7 +142,7 @@ def measure(
         for unit in module:
             setter(unit)
         for layer, following in zip(module[1:], module) if lists else ():
-            layer.set_modules_to_backward_prefetch([following])  # type: ignore[operator]
+            layer.set_modules_to_backward_prefetch([following])
         for _ in range(2):
             loss = module(rows_of(width, tokens))
             clock.begin()
@@ -280,7 +280,7 @@ def test_when_a_gather_ahead_starts(width, trained, at_once):
         module = nn.Sequential(*(nn.Sequential(*(Layer(False, width, 1) for _ in range(2))) for _ in range(2)))
         module[1].requires_grad_(trained)
         shard(module, module, mesh, "bf16")
-        module[1][0].register_forward_hook(watch)  # type: ignore[index]
+        module[1][0].register_forward_hook(watch)
         events = happens(module(rows_of(width)), notes)
     assert (events.index("unshard 0") < events.index("computes")) == at_once
 
@@ -478,7 +478,7 @@ def step_of_language(which: ModuleType, ranks: int, wrap: str, tokens: int, forw
             ends = {"reshard_after_forward": False} if isinstance(unit, list) else {}
             which.fully_shard(unit, mesh=mesh, mp_policy=policy, **ends)
         which.fully_shard(model, mesh=mesh, mp_policy=policy)
-        shards = sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[attr-defined]
+        shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
         for _ in range(2):
             begin = clock.begin()
             memory.begin()

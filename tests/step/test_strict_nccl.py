@@ -78,7 +78,7 @@ def sharded(model: Units, mesh: Any, units: list[Any], sizes: dict[str, int] | N
     """Shard ``units`` and then the root; set ``sizes`` of transfers."""
     for unit in (*units, model):
         fsdp2.fully_shard(unit, mesh=mesh, **options)
-    model.set_transfer_sizes(**(sizes or {}))  # type: ignore[operator]
+    model.set_transfer_sizes(**(sizes or {}))
     return model
 
 

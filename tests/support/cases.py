@@ -31,7 +31,7 @@ TRANSFERS: dict[str, dict[str, int]] = {"packed": {}, "direct": DIRECT}
 
 def in_the_middle(middle: type[nn.Module] | object, **options: object) -> Case:
     """A case with ``middle()`` between two linear units."""
-    return Case(lambda: Through(middle()), rows(6), children, **options)  # type: ignore[arg-type, operator]
+    return Case(lambda: Through(middle()), rows(6), children, **options)
 
 
 def wrapping(kind: str) -> Case:

@@ -39,7 +39,7 @@ def in_memory(model: nn.Module) -> list[str]:
     found = []
     for name, unit in model.named_modules():
         if isinstance(unit, FSDPModule):
-            heard = {event for event, _ in events(lambda unit=unit: [unit.unshard(), unit.reshard()])}  # type: ignore[misc]
+            heard = {event for event, _ in events(lambda unit=unit: [unit.unshard(), unit.reshard()])}
             found += [name] if heard == {"reshard"} else []
     return found
 

@@ -57,7 +57,7 @@ def pytest_configure() -> None:
         job = (_folder, function.__module__, function.__qualname__)
         return outcomes(self, world, on_rank, {"noting": job, **kwargs}, limit)
 
-    processes.start, Pool.outcomes = start_noting, outcomes_noting  # type: ignore[assignment]
+    processes.start, Pool.outcomes = start_noting, outcomes_noting
 
 
 def on_rank(rank: int, world: int, noting: tuple[str, str, str], **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
             return (yield)
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]  # takes off what was set
+            threading.settrace(None)
             took = round(time.monotonic() - start, 2)
             _entered.update(name for path in Path(_folder).iterdir() for name in path.read_text().splitlines())
             _tests[item.nodeid], _folder = (took, sorted(_entered - {""})), ""

@@ -589,7 +589,7 @@ class Execution:
             self.record()
             clip = self.fsdp.clip_grad_norm_ if self.is_ours else torch.nn.utils.clip_grad_norm_
             norm = clip(self.optimizer.param_groups[0]["params"], 5.0)
-            self.note("norm", full(norm), mean=False)  # type: ignore[arg-type]
+            self.note("norm", full(norm), mean=False)
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()

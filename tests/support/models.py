@@ -191,7 +191,7 @@ class Image(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 4, 3)
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.two(torch.tanh(self.one(x.contiguous(memory_format=torch.channels_last))))

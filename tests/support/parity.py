@@ -117,7 +117,7 @@ def fulls(named: Mapping[Any, Tensor | None]) -> dict[Any, Tensor | None]:
     cut: dict[torch.dtype, dict[Any, DTensor]] = {}
     for name, tensor in named.items():
         if name not in values:
-            cut.setdefault(tensor.dtype, {})[name] = tensor.detach()  # type: ignore[index, union-attr, assignment]
+            cut.setdefault(tensor.dtype, {})[name] = tensor.detach()
     for tensors in cut.values():
         values |= _gather(tensors)
     return {name: values[name] for name in named}
@@ -159,10 +159,10 @@ def _box(tensor: DTensor, sizes: Sequence[int], coordinate: Sequence[int]) -> li
     box = [(0, size) for size in tensor.shape]
     cuts = [(p, size, index) for p, size, index in zip(tensor.placements, sizes, coordinate) if not p.is_replicate()]
     for placement, ranks, index in sorted(cuts, key=lambda cut: _is_strided(cut[0])):
-        start, length = box[placement.dim]  # type: ignore[attr-defined]
+        start, length = box[placement.dim]
         each = -(-length // ranks)
         first = min(each * index, length)
-        box[placement.dim] = start + first, min(each, length - first)  # type: ignore[attr-defined]
+        box[placement.dim] = start + first, min(each, length - first)
     return box
 
 
@@ -239,7 +239,7 @@ class LocalSGD(torch.optim.SGD):
     """
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # without overloads
+    def step(self, closure: None = None) -> None:
         """Step, where gradients lie as their parameters do."""
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -375,7 +375,7 @@ def accumulate(run: Run, batches: int = 2, setter: str = "set_requires_gradient_
     for step in range(STEPS):
         for part in range(batches):
             last = part == batches - 1
-            run.configure(lambda module, fsdp, last=last: getattr(module, setter)(last, **how))  # type: ignore[misc]
+            run.configure(lambda module, fsdp, last=last: getattr(module, setter)(last, **how))
             run.backward(batches * step + part)
         run.update()
 

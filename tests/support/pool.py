@@ -208,6 +208,6 @@ def as_test(
             pytest.fail(problem, pytrace=False)
 
     visible = [parameter for name, parameter in inspect.signature(function).parameters.items() if name != "rank"]
-    test.__signature__ = inspect.Signature(visible)  # type: ignore[attr-defined]
-    test.rank_function = function  # type: ignore[attr-defined]
+    test.__signature__ = inspect.Signature(visible)
+    test.rank_function = function
     return test

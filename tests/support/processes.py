@@ -68,7 +68,7 @@ def _execute(program: str) -> None:
 
 def _run(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> None:
     # The server ends when nobody holds this descriptor any longer: it is pytest's alone.
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    os.close(forkserver._forkserver._forkserver_alive_fd)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)

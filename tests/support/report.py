@@ -128,7 +128,7 @@ def _in_fresh_processes(on_rank: Callable[[int, int], None], one: Report) -> Any
 
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(test, name, getattr(on_rank, name))
-    test.rank_function = on_rank  # type: ignore[attr-defined]
+    test.rank_function = on_rank
     # Processes of its own take seconds to start, and what they show on two ranks they show on more.
     first, *more = one.worlds
     worlds = [first, *(pytest.param(world, marks=pytest.mark.slow) for world in more)]

@@ -364,6 +364,13 @@ def module_names(source: Source) -> list[str]:
     return found
 
 
+def ignored_types(source: Source) -> list[str]:
+    """What mypy is told to ignore has a reason beside it."""
+    bare = re.compile(r"# type: ignore(\[[^]]*\])?$")
+    lines = enumerate(source.text.splitlines(), 1)
+    return [source.at(number, "ignores a type without a reason") for number, line in lines if bare.search(line)]
+
+
 def docstrings(source: Source) -> list[str]:
     """Modules, and public classes and functions at their top level or in their classes, say what they are for."""
     found = [] if ast.get_docstring(source.tree) or not source.tree.body else [source.at(1, "the module says nothing")]

@@ -59,7 +59,7 @@ class Conv(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(2, 3, (1, 2)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.conv = nn.Conv2d(2, 3, (1, 2)).to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x.view(-1, 2, 1, 3)).flatten(1)

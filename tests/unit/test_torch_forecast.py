@@ -57,8 +57,8 @@ def test_modules_of_fake_tensors_are_cast() -> None:
 def test_collectives_are_operators_that_a_mode_can_replace() -> None:
     seen = []
 
-    class Replace(_torch.TorchDispatchMode):  # type: ignore[misc, name-defined]
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    class Replace(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names = [argument.name for argument in _torch.operator_arguments(func)]
             seen.append((func.namespace, _torch.unboxed_group(args[names.index("process_group")]).size()))
             returns = _torch.operator_returns(func)

@@ -189,7 +189,7 @@ def test_a_scheduler_looks_whether_the_optimizer_has_stepped() -> None:
     @functools.wraps(optimizer.step)
     def step(self: torch.optim.Optimizer) -> None: ...
 
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.step = types.MethodType(step, optimizer)
     with pytest.warns(UserWarning, match="lr_scheduler"):
         scheduler.step()
     again = torch.optim.lr_scheduler.StepLR(optimizer, 1)

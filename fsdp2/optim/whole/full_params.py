@@ -220,10 +220,10 @@ class _FullParams:
         optimizer = self._optimizer
         step = optim.Optimizer.profile_hook_step(outside_dynamo(self._step))
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one alone
-        optimizer.state_dict = types.MethodType(self._state_dict, optimizer)  # type: ignore[method-assign]
-        optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]
+        optimizer.state_dict = types.MethodType(self._state_dict, optimizer)  # type: ignore[method-assign]  # likewise
+        optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]  # likewise
         # copy.deepcopy calls it too. A copy would have neither this step nor the state of other owners.
-        optimizer.__reduce_ex__ = types.MethodType(_refuse_copying, optimizer)  # type: ignore[method-assign]
+        optimizer.__reduce_ex__ = types.MethodType(_refuse_copying, optimizer)  # type: ignore[method-assign]  # likewise
 
     # ---- one step ----
 

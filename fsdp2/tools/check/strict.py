@@ -63,7 +63,7 @@ def filled_memory(*, fill: bool = True) -> Iterator[None]:
     deterministic: Any = torch.utils.deterministic  # its attribute is a property of the module, which has no stub
     was, filled = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]  # a patch, until the end of the block
     torch.use_deterministic_algorithms(True, warn_only=True)  # makes torch.empty fill its result
     deterministic.fill_uninitialized_memory = fill
     try:
@@ -71,7 +71,7 @@ def filled_memory(*, fill: bool = True) -> Iterator[None]:
             warnings.simplefilter("ignore")  # warnings about operators without a deterministic kernel
             yield
     finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]  # likewise
         torch.use_deterministic_algorithms(was, warn_only=warn_only)
         deterministic.fill_uninitialized_memory = filled
 
@@ -194,13 +194,13 @@ class LiveBytes(TorchDispatchMode):
                 self._update(key_of(storage), size)
             return storage
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]  # a patch, until __exit__
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]  # likewise
 
 
 STRICT: dict[str, Callable[[Place], Outcome]] = {

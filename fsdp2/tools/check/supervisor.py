@@ -265,7 +265,7 @@ class Supervisor:
     def _failure(self) -> dict[str, Any] | None:
         if not self.job.store.check([self._key("failure")]):
             return None
-        return json.loads(self.job.store.get(self._key("failure")))  # type: ignore[no-any-return]
+        return json.loads(self.job.store.get(self._key("failure")))  # type: ignore[no-any-return]  # a dict
 
     def _end_worker(self, folder: Path) -> str:
         """End the worker after a failure, record this rank's outcome of the failed task, and return the task's name."""

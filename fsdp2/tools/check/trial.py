@@ -171,7 +171,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def loss_of(output: Any) -> Tensor:
     """Return the usual loss."""
-    return (output.full_tensor() if isinstance(output, DTensor) else output).float().square().mean()  # type: ignore[no-any-return]
+    return (output.full_tensor() if isinstance(output, DTensor) else output).float().square().mean()  # type: ignore[no-any-return]  # a tensor
 
 
 def shard(model: Any, fully_shard: FullyShard, **options: Any) -> None:

@@ -342,4 +342,4 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
     if not callable(found):
         where = getattr(module, "__file__", None) or "it is built into Python"
         raise ValueError(f"{module.__name__}:{name}: the module ({where}) has no function {name!r}")
-    return found  # type: ignore[no-any-return]
+    return found  # type: ignore[no-any-return]  # a module's attribute

@@ -206,13 +206,13 @@ class Memory(TorchDispatchMode):
                 self._resize(key, size, "gathered")
             return storage
 
-        Storage.resize_ = resized  # type: ignore[method-assign, assignment]
+        Storage.resize_ = resized  # type: ignore[method-assign, assignment]  # a patch, until __exit__
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        Storage.resize_ = _resize  # type: ignore[method-assign]
+        Storage.resize_ = _resize  # type: ignore[method-assign]  # likewise
 
 
 _resize = Storage.resize_

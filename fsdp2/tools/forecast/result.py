@@ -145,10 +145,10 @@ def _side_by_side(ours: Forecast, theirs: Forecast) -> list[str]:
 
     row("peak memory", ", MiB", lambda one: one.peak_bytes / 2**20)
     for kind in dict.fromkeys([*ours.bytes_by_kind, *theirs.bytes_by_kind]):
-        row(f"  {kind}", "", lambda one, kind=kind: one.bytes_by_kind.get(kind, 0) / 2**20)  # type: ignore[misc]
+        row(f"  {kind}", "", lambda one, kind=kind: one.bytes_by_kind.get(kind, 0) / 2**20)  # type: ignore[misc]  # its type is not inferred
     row("reserved", ", MiB", lambda one: one.reserved_bytes / 2**20)
     for lane in dict.fromkeys([*ours.pools, *theirs.pools]):
-        row(f"  {lane}", "", lambda one, lane=lane: one.pools.get(lane, 0) / 2**20)  # type: ignore[misc]
+        row(f"  {lane}", "", lambda one, lane=lane: one.pools.get(lane, 0) / 2**20)  # type: ignore[misc]  # its type is not inferred
     lines.append("")
     row("sent", ", MiB", lambda one: one.sent_bytes / 2**20)
     row("launches", "", lambda one: one.launches, 0)

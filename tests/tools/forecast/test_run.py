@@ -346,7 +346,7 @@ def test_values_of_arguments(capsys):
 
     seen: list[Any] = []
     given = sys.modules[__name__]
-    given.noted = noted  # type: ignore[attr-defined]  # as a script has it
+    given.noted = noted
     command = ["forecast", f"{__name__}:noted", "--mesh", "shard=8", "--steps", "1", "--json"]
     assert main([*command, "--compare", "kind='a,b',auto,None", "--compare", "layers=(1,2),[3]"]) == 0
     assert seen == [(kind, layers) for kind in ("a,b", "auto", None) for layers in ((1, 2), [3])]
@@ -610,7 +610,7 @@ def sent_without_images(
         model = Seeing()
         for unit in (*model.vision, *model.text, model):
             fsdp2.fully_shard(unit, mesh=mesh)
-        model.set_reduce_scatter_unused_params(zeros)  # type: ignore[operator]  # of FSDPModule
+        model.set_reduce_scatter_unused_params(zeros)
         return model, torch.optim.AdamW(model.parameters())
 
     result = forecast(builds, run, mesh=mesh, backend=backend)

@@ -333,7 +333,7 @@ def test_modules_functions_and_classes_are_not_searched() -> None:
 
     def function() -> None: ...
 
-    function.value = torch.ones(1)  # type: ignore[attr-defined]
+    function.value = torch.ones(1)
     assert find_tensors([nn.Linear(2, 2), Holder, function, function.__call__]) == []
 
 
@@ -416,9 +416,9 @@ def test_a_subclass_of_tuple_keeps_its_attributes() -> None:
         pass
 
     old = Named((torch.ones(1), "b"))
-    old.name = "kept"  # type: ignore[attr-defined]
+    old.name = "kept"
     new = map_tensors(lambda t: t * 2, old)
-    assert type(new) is Named and new.name == "kept" and new[0].item() == 2.0  # type: ignore[attr-defined]
+    assert type(new) is Named and new.name == "kept" and new[0].item() == 2.0
 
 
 def test_a_named_tuple_with_arguments_of_its_own_keeps_its_items() -> None:
@@ -489,7 +489,7 @@ def change(tree: Any, choose: Callable[[int], int], made: list[Any]) -> None:
         if what == 1 and isinstance(tree, Record):
             tree.value = make(made)
         elif what == 2:
-            tree.added = make(made)  # type: ignore[union-attr]
+            tree.added = make(made)
 
 
 def make(made: list[Any]) -> Any:
@@ -540,11 +540,11 @@ def test_a_list_that_a_node_of_pytree_keeps_is_written_to() -> None:
 
     def kept_of(parts: list[Any]) -> Kept:
         new = Kept()
-        new.parts = parts  # type: ignore[assignment]
+        new.parts = parts
         return new
 
     cache, first, new = kept_of([torch.ones(1)]), torch.ones(1), torch.zeros(1)
-    cache.parts[0] = first  # type: ignore[index]
+    cache.parts[0] = first
     found = Tree((cache,))
     found.tensors = [t * 2 for t in found.tensors]
     (copied,) = found.rebuilt()
@@ -581,7 +581,7 @@ def test_tensors_in_closures_of_results_are_found_and_stay() -> None:
     found = Tree((result,), results=True)
     assert found.tensors == [tensor]
     found.tensors = [tensor * 2]
-    assert found.rebuilt() == [result] and result.__closure__[1].cell_contents is tensor  # type: ignore[index]
+    assert found.rebuilt() == [result] and result.__closure__[1].cell_contents is tensor
     assert Tree((result,)).hidden == [] and found.opaque
     empty = None
 

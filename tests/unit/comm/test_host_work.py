@@ -120,7 +120,7 @@ def test_one_that_waits_whatever_the_limit_is_waited_for_elsewhere(monkeypatch: 
 
     monkeypatch.setattr(host_work, "_SLICE", timedelta(0))
     monkeypatch.setattr(host_work, "_observer", host_work._observer)
-    observer, work = Ends(), HostWork(Blocking(), takes_limit=False)  # type: ignore[arg-type]
+    observer, work = Ends(), HostWork(Blocking(), takes_limit=False)
     observe_waits(observer)
     with pytest.raises(RuntimeError, match=error) if error else nullcontext():
         work.wait()
@@ -145,7 +145,7 @@ class AtOnce:
 
 def wait_elsewhere(error: Exception | None = None) -> None:
     """Wait for such a collective in the thread that waits for all of them."""
-    HostWork(AtOnce(error), takes_limit=False).wait()  # type: ignore[arg-type]
+    HostWork(AtOnce(error), takes_limit=False).wait()
 
 
 def test_any_exception_of_a_wait_elsewhere_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ def test_other_gradients_are_packed(layout: ShardLayout) -> None:
 @pytest.mark.parametrize("finished", ["early", "last", "together"])
 def test_large_gradients_and_the_packed_rest_are_one_chunk(dtypes: tuple[torch.dtype, ...], finished: str) -> None:
     """A large gradient is sent from where it lies, unless it is cast, and small and odd ones behind it in one row."""
-    made = Chunk([weight(3), weight(8), weight(6, dim=1), weight(16)], dtypes)  # type: ignore[arg-type]
+    made = Chunk([weight(3), weight(8), weight(6, dim=1), weight(16)], dtypes)
     made.row = RowPlan(made.layouts, 4, (1, 3))
     grads = gradients(made)
     made.run(grads, finished=finished)
@@ -384,7 +384,7 @@ class Arena:
 def test_a_custom_collective_gets_memory_that_it_allocated(dtypes: tuple[torch.dtype, ...]) -> None:
     """Half precision is divided there, before it is sent."""
     arena = Arena(0)
-    made = Chunk([weight(8)], dtypes, options={"custom": arena})  # type: ignore[arg-type]
+    made = Chunk([weight(8)], dtypes, options={"custom": arena})
     assert_reduced(made, exchange=True)
     assert arena.allocated == [(32, dtypes[1]), (16, dtypes[1])] * 2
     assert made.sent().kind == "reduce_scatter"

@@ -70,11 +70,11 @@ def test_in_a_backward_compute_is_the_stream_that_it_entered_on() -> None:
             torch.zeros(3)
             compute.catch_up()
             event = compute.event()
-            assert event is not None and stale.name in event.clocks  # type: ignore[attr-defined]
+            assert event is not None and stale.name in event.clocks
             with device.stream(later):
                 torch.zeros(3)
                 done = later.record_event()
-            compute.wait(done)  # type: ignore[arg-type]
+            compute.wait(done)
         for stream in (device.compute, stale):
             assert later.name in stream.clocks and stale.name in stream.clocks
         compute.leave_backward()
@@ -95,5 +95,5 @@ def test_what_a_hook_has_written_on_its_own_stream_is_there_on_the_stream_of_the
             with compute.here() as done:
                 assert device.current_stream() is device.compute
                 gradient + 1
-        assert done.event is not None and stale.name in done.event.clocks  # type: ignore[attr-defined]
+        assert done.event is not None and stale.name in done.event.clocks
     assert not device.mistakes

@@ -155,10 +155,10 @@ def test_lanes_wait_before_an_extension_decodes_and_before_it_releases() -> None
             order.append(("the gather's lane waits for", before))
             return nullcontext(SimpleNamespace(event="filled"))
 
-    extensions, compute = GroupExtensions([Recording()]), SimpleNamespace()  # type: ignore[list-item]  # it stands for one
+    extensions, compute = GroupExtensions([Recording()]), SimpleNamespace()
     compute.wait = lambda event: order.append(("compute waits until", event))
-    extensions.encode(2, Lane())  # type: ignore[arg-type]  # the same
+    extensions.encode(2, Lane())
     order.clear()
-    extensions.decode([], Lane(), compute)  # type: ignore[arg-type]  # the same
+    extensions.decode([], Lane(), compute)
     filling, releasing = (("the gather's lane waits for", before) for before in (None, compute))
     assert order == [filling, "fill", ("compute waits until", "filled"), "decode", releasing, "release"]

@@ -345,7 +345,7 @@ def test_limits_of_communication_follow_added_parameters(mesh: DeviceMesh, train
                 model(torch.ones(2, 8)).sum().backward()
             model.append(nn.Linear(8, 64))
         model(torch.ones(2, 8)).sum().backward()
-        comm = model._get_fsdp_state().root.comm  # type: ignore[operator, union-attr]
+        comm = model._get_fsdp_state().root.comm
         limits.append((comm.largest_bytes, comm.reductions.limit, comm.reductions.memory.limit_bytes))
     assert limits[0] == limits[1]
 

@@ -49,7 +49,7 @@ def test_orders_that_are_no_norms(norm_type: float) -> None:
 
 def test_what_is_no_tensor() -> None:
     with pytest.raises(TypeError, match=r"parameters must be tensors, got tuple at index 1"):
-        clip_grad_norm_([parameter(None), ("name", parameter(None))], 1.0)  # type: ignore[list-item]
+        clip_grad_norm_([parameter(None), ("name", parameter(None))], 1.0)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0])

@@ -9,7 +9,7 @@ import pytest
 from fsdp2.engine.observer import Collective, PassKind
 from fsdp2.ranks.log import PassLog
 
-A, B, C, D = (Collective("gather", SimpleNamespace(name=name)) for name in "abcd")  # type: ignore[arg-type]
+A, B, C, D = (Collective("gather", SimpleNamespace(name=name)) for name in "abcd")
 FORWARD, BACKWARD, EVALUATION = map(PassKind, ("forward", "backward", "evaluation"))
 ITERATION = ((FORWARD, [A, B, C]), (BACKWARD, [C, B, A]))
 

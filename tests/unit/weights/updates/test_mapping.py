@@ -24,7 +24,7 @@ TENSORS = [
 
 def made(mapping: object, dtype: object = None) -> dict[str, Target]:
     """Return the targets by name."""
-    rules, dtypes = checked_names("W", mapping), checked_dtypes("W", dtype)  # type: ignore[arg-type]
+    rules, dtypes = checked_names("W", mapping), checked_dtypes("W", dtype)
     return {target.name: target for target in targets_of("W", TENSORS, rules, dtypes)}
 
 

@@ -344,7 +344,7 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         self._set("set_reduce_scatter_max_input_buffers", recurse, reduce_inputs=max_input_buffers)
         for root in dict.fromkeys(unit.root for unit in self._units(recurse)):
-            root.use_comm(root.comm)
+            root.limit_communication()
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float, *, recurse: bool = False) -> None:

@@ -36,7 +36,7 @@ class BackwardPass(Pass):
         self.started = False
         self.recomputed: dict[Any, None] = {}  # units; a checkpoint may stop in the middle of their calls
         self.over = False  # autograd's backward has ended, so no group waits for a gradient any more
-        self._more_follow = False
+        self._more_follow = False  # later backwards may use what this one gathers ahead
         self._end: weakref.ref[Callable[[], None]] | None = None  # what autograd calls at the end of its backward
 
     def start(self, *, more_follow: bool) -> None:

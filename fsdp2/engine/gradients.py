@@ -83,7 +83,7 @@ class GroupGradients:
         self._plan: GradientPlan | None = None  # None before the first use
         self._backward: _Backward | None = None
         self._watched = _NEVER  # generation and revision of the full parameters whose gradients are hooked
-        self._hooked: dict[int, torch.Tensor] = {}
+        self._hooked: dict[int, torch.Tensor] = {}  # the full parameters that have our hook, by index
         # Whether full parameters expect gradients that are reduced at once (True) or that accumulate; None: not yet
         # set.
         self._expects_reduced: bool | None = None

@@ -26,7 +26,7 @@ class Pending:
         self.used: dict[FSDPParamGroup, None] = {}  # that some ranks may skip, and some rank has used
         # That stayed in memory because backward needs them first.
         self.stayed: dict[FSDPParamGroup, None] = {} if around is None else around.stayed
-        self.forwards = 0
+        self.forwards = 0  # that have ended
         self.manual: bool | None = None  # whether the caller ends these backwards; settled when the first begins
         # Left to ``finalize_backward``.
         self.deferred: dict[FSDPParamGroup, None] = {} if around is None else around.deferred

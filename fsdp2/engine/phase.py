@@ -10,10 +10,10 @@ __all__ = ["Phase", "PhaseTracker"]
 class Phase(IntEnum):
     """Where a group is in the iteration."""
 
-    IDLE = 0
-    FORWARD = 1
-    BACKWARD = 2
-    REDUCED = 3
+    IDLE = 0  # nothing computes with it
+    FORWARD = 1  # a forward is inside it
+    BACKWARD = 2  # a backward is inside it
+    REDUCED = 3  # the backward is done with it and has sent its gradients, and goes on below other groups
 
 
 # For each hook of a group: the phases in which it may be called, and the phase after it. A hook in any other phase is a

@@ -89,7 +89,7 @@ class Residency:
         self.comm = comm
         self._group = group  # whose gathers these are, for the observer
         self.level = Level.SHARDS
-        self.shown: Shown = "shards"
+        self.shown: Shown = "shards"  # what the modules show, unless others have put something there
         self.gathering: Gathering | None = None  # the gather, while there is one
         self._pieces: SubgroupShards | None = None
         # While summon_full_params shows some of the parameters, nothing is gathered or freed: what is in memory stays

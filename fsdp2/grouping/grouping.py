@@ -34,7 +34,8 @@ logger = logging.getLogger("fsdp2")
 class CallOptions:
     """The checked arguments of one call. It makes groups for the unit, now and when parameters are added later.
 
-    ``hook_group`` registers hooks that show a new group's shards to ``state_dict`` and ``load_state_dict``.
+    ``hook_group`` registers hooks that show a new group's shards to ``state_dict`` and ``load_state_dict``. The sets of
+    ignored parameters grow: loading with ``assign=True`` puts others in their places.
     """
 
     mesh: DataParallelMesh
@@ -65,9 +66,8 @@ class CallOptions:
         unit.groups[:0] = [_make_group(part, self._options_now(part[0].mesh, unit), unit) for part in parts]
         _mark(managed.modules)
         for group in unit.groups:
-            if group in hooked:
-                continue
-            self.hook_group(group)
+            if group not in hooked:
+                self.hook_group(group)
 
     def _options_now(self, mesh: DataParallelMesh, unit: FSDPState) -> GroupOptions:
         """Return the options of a new group on ``mesh``: those of the call, or what setters have made of them."""

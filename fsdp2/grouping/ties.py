@@ -84,9 +84,8 @@ def replaced_by(found: Found, shown_by: Mapping[Site, FSDPParam]) -> set[FSDPPar
 def follow_tie(found: Found, others: set[FSDPParam]) -> None:
     """Stop managing ``others``, which ``found`` has replaced."""
     touched = [p for one in (param_of(found.param), *others) if one for p in one.group.params if p.full is not None]
-    remember_originals(
-        [p.full for p in touched], touched
-    )  # an optimizer may hold full parameters, if it was built after unshard()
+    # An optimizer may hold full parameters, if it was built after unshard().
+    remember_originals([p.full for p in touched], touched)
     for other in others:
         other.group.reshard()
         other.group.drop(other)  # hooks refer to the group, so it stays, even without parameters

@@ -269,9 +269,8 @@ def _hide(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return ``state_dict`` with the moments in it hidden."""
 
     def hidden(name: Any, value: Any) -> Any:
-        return (
-            _Hidden(value) if isinstance(value, torch.Tensor) and value.numel() > 1 and not is_counter(name) else value
-        )
+        moment = isinstance(value, torch.Tensor) and value.numel() > 1 and not is_counter(name)
+        return _Hidden(value) if moment else value
 
     state = {
         key: {name: hidden(name, value) for name, value in entry.items()} if isinstance(entry, dict) else entry

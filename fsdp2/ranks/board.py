@@ -95,12 +95,12 @@ class Board:
         """``others()`` returns where other ranks are if this one has waited for them for a long time, otherwise ""."""
         self.rank, self.ranks = rank, ranks
         self._others = others
-        self.failure: str | None = None
+        self.failure: str | None = None  # the error that all ranks raise from now on
         self._keys = keys
         self._timeout = timeout
         self._lock = RLock()  # for the attributes below; not held while a thread waits for a meeting
         self._shown = ""  # the value that this rank wrote on the board
-        self._answered = False
+        self._answered = False  # this rank wrote what it did where ranks differ
 
     # ---- meeting ----
 

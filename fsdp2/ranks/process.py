@@ -116,7 +116,7 @@ class _Process:
             self._incarnations[names] = f"fsdp2/{int(number):x}"
         self._roots[names] += 1
         keys = Keys(self._connections, self._incarnations[names], str(self._roots[names]))
-        self.watch_waits()
+        self.watch_waits()  # if fully_shard did not, because checks were off then, say
         # Not the timeout of the store, which the user may have made shorter for another purpose.
         timeout = max(group_timeout(group, mesh.device) for _, group in axes)
         return Board(keys, self.rank, ranks, timeout.total_seconds(), self.others)

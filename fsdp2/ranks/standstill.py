@@ -118,9 +118,7 @@ class Standstill:
         self._keys, self._rank, self._world, self._doing = keys, rank, world, doing
         self._place = _Place("", False, 0)
         self._since = time.monotonic()
-        self._patience = (
-            _PATIENCE_SECONDS  # seconds of waiting after which this rank wants to know where the others are
-        )
+        self._patience = _PATIENCE_SECONDS  # of waiting, before this rank wants to know where the others are
         self._question = _Question()
         self._answered = 0  # the last question that this rank answered from its present place
         self._ended = Event()

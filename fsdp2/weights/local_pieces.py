@@ -130,9 +130,8 @@ def _has_pieces(value: Any) -> bool:
 def _join(pieces: list[Mapping[str, Any]], name: str) -> torch.Tensor:
     shape, first = tuple(pieces[0]["shape"]), pieces[0]["piece"]
     full = torch.empty(shape, dtype=first.dtype, device=first.device)
-    filled = torch.zeros(
-        shape, dtype=torch.bool
-    )  # counting elements is not enough: a gap may be as large as an overlap
+    # Counting elements is not enough: a gap may be as large as an overlap.
+    filled = torch.zeros(shape, dtype=torch.bool)
     known: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for piece in pieces:
         tensor, offset = piece["piece"], tuple(piece["offset"])

@@ -78,10 +78,8 @@ def test_a_rank_is_late_to_a_meeting_in_a_file():
 def late_for_the_store(rank: int, world: int) -> None:
     """The caller's store waits less long than the process group, but long enough to connect on a busy machine."""
     default_store().set_timeout(timedelta(seconds=4 * SOON))
-    board._LOOK_SECONDS = (
-        5 * SOON,
-        board._LOOK_SECONDS[1],
-    )  # a rank looks what the others do after its store has given up
+    # A rank looks what the others do after its store has given up.
+    board._LOOK_SECONDS = (5 * SOON, board._LOOK_SECONDS[1])
     late(rank, world)
 
 

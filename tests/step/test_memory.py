@@ -125,17 +125,15 @@ def test_forward_that_reshards(policy, transfer):
 @api.fsdp2_only
 def test_compression_takes_the_encoded_bytes_of_two_units_more(monkeypatch):
     """At most: what is received of the layer that is gathered, and of the chunk that is reduced."""
-    monkeypatch.setattr(
-        "fsdp2.compression.formats._CPU_PIECE", 1024
-    )  # pieces as small beside these layers as usual ones
+    # Pieces as small beside these layers as usual ones.
+    monkeypatch.setattr("fsdp2.compression.formats._CPU_PIECE", 1024)
     compression = api.ours.CompressionPolicy(gather=torch.int8, reduce=torch.int8, block=64)
     plain, found = (measure(api.ours, True, FULL, compression=given) for given in (None, compression))
     encoded = 2 * (1 + 4 / 64) / 4
     assert found.forward <= plain.forward + encoded + SLACK
     assert found.backward <= plain.backward + encoded + SLACK
-    assert (
-        found.between <= 1 + SLACK + LAYERS / WORLD
-    )  # the layer that backward needs first; the counter meets shards once more, as parts of flat buffers
+    # The layer that backward needs first; the counter meets shards once more, as parts of flat buffers.
+    assert found.between <= 1 + SLACK + LAYERS / WORLD
 
 
 @pytest.mark.parametrize("policy", [FULL, HALF], ids=["fp32", "bf16"])

@@ -161,9 +161,8 @@ def optim_state_dict_to_load(
         ranks = ranks_of(model, managed=True) or Ranks.world()
     given = _as_dictionaries(optim_state_dict)
     with ranks.agreed():
-        if (
-            ranks.first
-        ):  # with several ranks only the first rank's argument is used; the others may have passed anything
+        # With several ranks only the first rank's argument is used; the others may have passed anything.
+        if ranks.first:
             given = _numbers_to_names(given, optim, places)
     saved = _convert_state(given, by_name, ranks)
     if not isinstance(saved, Mapping) or "state" not in saved:

@@ -136,9 +136,8 @@ class Supervisor:
                     done = count if failed is None else [task.name for task in rest].index(failed) + 1
                     failure, rest = self._failure(), rest[done:]
                     self._attempt += 1
-                    if (
-                        failure is not None and not failure["begun"]
-                    ):  # the workers could not start, and would not start the next time either
+                    # The workers could not start, and would not start the next time either.
+                    if failure is not None and not failure["begun"]:
                         self._leave_out(rest)
                         rest = []
             finally:

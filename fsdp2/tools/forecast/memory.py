@@ -94,9 +94,7 @@ class Memory(TorchDispatchMode):
             self._sizes[key] = 0
             self._resize(key, storage.nbytes(), kind)
         elif storage.nbytes() != self._sizes[key]:
-            _resize(
-                storage, self._sizes[key]
-            )  # making a view of a freed fake tensor has resized its storage: undo that
+            _resize(storage, self._sizes[key])  # a view of a freed fake tensor has given it memory again
 
     def _resize(self, key: int, size: int, kind: str) -> None:
         if self._sizes[key]:

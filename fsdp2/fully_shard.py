@@ -286,7 +286,7 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> C
         raise TypeError(f"fully_shard: shard_over_replicas must be a bool, got {given['shard_over_replicas']!r}")
     if given["shard_over_replicas"]:
         mesh = mesh.over_replicas()
-    if mesh.sharded_twice is not None and not isinstance(reshard, (bool, type(None))):
+    if mesh.has_portions and not isinstance(reshard, (bool, type(None))):
         raise NotImplementedError(
             f"fully_shard: reshard_after_forward={reshard} is not supported with shard_over_replicas, whose pieces for "
             "the shard dimension stay in memory anyway; pass True or False"

@@ -15,7 +15,7 @@ from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.pieces import part_of
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
-from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_sharded_twice
+from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_portions
 from fsdp2.engine.formats import ENCODED, digest
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, copy_of, have_locals, show
@@ -282,8 +282,8 @@ class ShardStore:
             fits = self._plan is not None and self._flat is not None and self._flat.device == target
             if not fits or items != self._items or [p for p, _ in plain] != self._plain:
                 with_extension = [p for p, x in own if not x.is_meta]
-                if with_extension and self.mesh.sharded_twice is not None:
-                    refuse_sharded_twice(with_extension[0].name, with_extension[0].local)
+                if with_extension and self.mesh.has_portions:
+                    refuse_portions(with_extension[0].name, with_extension[0].local)
                 self._make_buffer([p for p, _ in plain], items, target)
                 extensions = [GatherExtension(p, self.mesh.shard_mesh, device) for p in with_extension]
                 self.extensions = GroupExtensions(extensions) if extensions else None
@@ -295,11 +295,10 @@ class ShardStore:
         self._storages = storages_of([param.sharded for param in self._placed])
 
     def _make_buffer(self, plain: list[FSDPParam], items: list[PlannedParam], device: torch.device) -> None:
-        nested = self.mesh.sharded_twice is not None
         self._plain, self._items = plain, items
-        self._gathered_items = portion_items(plain, items, self.mesh) if nested else items
+        self._gathered_items = portion_items(plain, items, self.mesh) if self.mesh.has_portions else items
         self.full_bytes = sum(item.full_bytes for item in self._gathered_items)
-        axis = self.mesh.replicate if nested else self.mesh.shard
+        axis = self.mesh.replicate if self.mesh.has_portions else self.mesh.shard
         self._plan = plan_flat(items, self._sizes(self.options), coalesced=axis.coalesces)
         flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
         self._flat = flat.pin_memory() if self.pins and device.type == "cpu" else flat
@@ -327,7 +326,7 @@ class ShardStore:
         self._check_on_host()  # the shards may have been moved since the first forward
         plan, source, items = self._plan, self._flat, self._gathered_items
         with torch.inference_mode(False), torch.no_grad():
-            if self.mesh.sharded_twice is not None:
+            if self.mesh.has_portions:
                 sizes = self._sizes(self.options)
                 self.portions = Portions(source, self._items, plan, items, sizes, self.mesh, lanes.replicate)
                 plan, source = self.portions.plan, self.portions.bytes

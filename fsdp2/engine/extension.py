@@ -29,7 +29,7 @@ _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 _VIEW = "fsdp_get_unsharded_view"
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
-__all__ = ["GatherExtension", "GroupExtensions", "has_extension", "refuse_sharded_twice", "sends_itself"]
+__all__ = ["GatherExtension", "GroupExtensions", "has_extension", "refuse_portions", "sends_itself"]
 
 
 def has_extension(local: torch.Tensor) -> bool:
@@ -57,7 +57,7 @@ def sends_itself(local: torch.Tensor) -> bool:
     return hasattr(local, _PRE)
 
 
-def refuse_sharded_twice(name: str, tensor: torch.Tensor) -> NoReturn:
+def refuse_portions(name: str, tensor: torch.Tensor) -> NoReturn:
     """Raise NotImplementedError: ``tensor``, the parameter ``name`` or its shard, cannot be sharded over two axes."""
     raise NotImplementedError(
         f"{name}: got a {type(tensor).__name__} with an all-gather extension, expected a plain tensor, because only "

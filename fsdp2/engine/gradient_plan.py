@@ -187,7 +187,7 @@ class GradientPlan:
         """
         reduce, replicate = dtypes.formats
         mesh = self._store.mesh
-        if replicate is not None and mesh.sharded_twice is None:
+        if replicate is not None and not mesh.has_portions:
             return replicate.block * mesh.replicate.size
         return self._aligned(mesh.shard, dtypes) if reduce is None else reduce.block
 

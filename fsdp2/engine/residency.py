@@ -292,7 +292,7 @@ class Residency:
         It does if none outlived a pass, or if shards were written since. As any stamp, all ranks see that alike.
         """
         store, stamp = self.store, self._stamp
-        if store.mesh.sharded_twice is None or self.summoned:
+        if not store.mesh.has_portions or self.summoned:
             return False
         if self.in_memory:  # it is freed when the group is used
             return bool(self.kept) and (stamp is None or stamp.changed)

@@ -617,7 +617,7 @@ def _how_many(flags: list[bool]) -> str:
 def are_copied(groups: Iterable[FSDPParamGroup]) -> bool:
     """Return whether each replica can gather ``groups`` alone, while the others do something else."""
     meshes = [group.mesh for group in groups]
-    return any(mesh.copies > 1 for mesh in meshes) and all(mesh.sharded_twice is None for mesh in meshes)
+    return any(mesh.copies > 1 for mesh in meshes) and not any(mesh.has_portions for mesh in meshes)
 
 
 def with_outdated_portions(groups: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:

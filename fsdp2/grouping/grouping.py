@@ -203,7 +203,7 @@ def _together(placed: list[Placed], options: GroupOptions) -> list[list[Placed]]
     for entry in placed:
         alone = subgroup and has_extension(entry.piece)
         mesh, home = entry.mesh, repr(entry.offload)
-        key = (mesh.shard.group, mesh.replicate.group, mesh.sharded_twice is None, alone, home)
+        key = (mesh.shard.group, mesh.replicate.group, mesh.has_portions, alone, home)
         groups.setdefault(key, []).append(entry)
     return list(groups.values())
 

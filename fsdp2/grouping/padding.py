@@ -12,7 +12,6 @@ from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below
 from fsdp2.sharding.layout import ShardLayout
-from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.packing import PlannedParam, plan_flat
 
 __all__ = ["PaddingReport", "UnitPadding", "padding_report"]
@@ -67,28 +66,23 @@ def padding_report(module: nn.Module) -> PaddingReport:
     units, lines = [], []
     for group in groups:
         prefix = next((name for name, inner in module.named_modules() if inner is group.modules[0]), "")
-        unit = UnitPadding(prefix, group.mesh.shard.size * _parts(group.mesh), *_bytes(group))
+        unit = UnitPadding(prefix, group.mesh.shard.size * group.mesh.parts, *_bytes(group))
         units.append(unit)
         lines.append(_line(prefix or "(root)", unit))
         for param in group.params:
-            if _share(param.spec.layout, _parts(group.mesh)) >= _NOTABLE:
-                lines.append(_remedy(names.get(param.sharded, param.name), param.spec.layout, _parts(group.mesh)))
+            if _share(param.spec.layout, group.mesh.parts) >= _NOTABLE:
+                lines.append(_remedy(names.get(param.sharded, param.name), param.spec.layout, group.mesh.parts))
     return PaddingReport(units, "\n".join([f"{'unit':<28}{'ranks':>6}{'parameters':>15}{'padding':>22}", *lines]))
-
-
-def _parts(mesh: DataParallelMesh) -> int:
-    """Return the number of ranks that each piece for the shard axis is cut over once more."""
-    return 1 if mesh.sharded_twice is None else mesh.replicate.size
 
 
 def _bytes(group: FSDPParamGroup) -> tuple[int, int]:
     """Return the bytes of parameters and of padding on all ranks; a whole parameter counts on every rank."""
-    ranks, parts = group.mesh.shard.size, _parts(group.mesh)
+    ranks, parts = group.mesh.shard.size, group.mesh.parts
     items = [
         PlannedParam(p.spec.layout, p.dtype, compute_dtype(p.dtype, p.policy), form=p.formats.gather)
         for p in group.params
     ]
-    if group.mesh.sharded_twice is None:
+    if not group.mesh.has_portions:
         held = ranks * _held(items, group)
     else:  # the last pieces for the shard axis are smaller, and so are their parts
         held = sum(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2._torch.tensors import FakeTensor
 from fsdp2._warn import warn
 from fsdp2.engine.casts import statistics_dtype
-from fsdp2.engine.extension import has_extension, refuse_sharded_twice, sends_itself
+from fsdp2.engine.extension import has_extension, refuse_portions, sends_itself
 from fsdp2.engine.param import copy_of
 from fsdp2.grouping.collect import Found
 from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, ShardPlacementResult, policy_for
@@ -66,8 +66,8 @@ def place(
         placement, info = result.placement, result.mesh_info
         own = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", info)
         if own is not mesh.mesh and own != mesh.mesh:
-            nested, mesh = mesh.sharded_twice is not None, DataParallelMesh.from_mesh(own)
-            mesh = mesh.over_replicas() if nested and mesh.mesh.ndim == 2 else mesh
+            has_portions, mesh = mesh.has_portions, DataParallelMesh.from_mesh(own)
+            mesh = mesh.over_replicas() if has_portions and mesh.mesh.ndim == 2 else mesh
     else:
         even = ' For even pieces of experts pass shard_placement_fn="auto"' if _merges_dims(result) else ""
         raise ValueError(
@@ -84,8 +84,8 @@ def place(
             )
         return _check_piece(Placed(found, spec, mesh, policy, cut=True))
     mesh = mesh.replicated() if whole else mesh
-    if mesh.sharded_twice is not None and has_extension(_plain(found.param)):
-        refuse_sharded_twice(found.name, _plain(found.param))
+    if mesh.has_portions and has_extension(_plain(found.param)):
+        refuse_portions(found.name, _plain(found.param))
     return _check_piece(Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy))
 
 

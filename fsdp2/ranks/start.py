@@ -125,7 +125,7 @@ def _describe(group: FSDPParamGroup) -> list[Line]:
     policy = options.mp_policy
     texts = [
         f"{_name(group.name)} is on {mesh.replicate.size} x {mesh.shard.size} ranks"
-        f"{', sharded over both axes,' if mesh.sharded_twice is not None else ''} with "
+        f"{', sharded over both axes,' if mesh.has_portions else ''} with "
         f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}, "
         f"reshard_after_forward={options.reshard_after_forward}"
     ]

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -157,7 +158,7 @@ class DataParallelMesh:
             ValueError: The process groups of the shard axis sort ranks that the mesh lists in another order.
         """
         place: Sequence[int] = self.mesh.get_coordinate() or ()
-        axes = [(self.shard, -1)] if self.sharded_twice is None else [(self.shard, -1), (self.replicate, 0)]
+        axes = [(self.shard, -1), (self.replicate, 0)] if self.has_portions else [(self.shard, -1)]
         for axis, dim in axes:
             if axis.group is None or not place or place[dim] == axis.group.rank():
                 continue
@@ -272,10 +273,20 @@ class DataParallelMesh:
         """The mesh that shards lie on."""
         return self.mesh if self.sharded_twice is None else self.sharded_twice
 
+    @cached_property  # each forward asks
+    def has_portions(self) -> bool:
+        """True with ``shard_over_replicas``: each rank's piece for the shard axis, its portion, is cut once more."""
+        return self.sharded_twice is not None
+
+    @property
+    def parts(self) -> int:
+        """The number of ranks that each portion is cut over; 1 if there are none."""
+        return self.replicate.size if self.has_portions else 1
+
     @property
     def copies(self) -> int:
         """The number of ranks that keep the same shards."""
-        return 1 if self.sharded_twice is not None else self.replicate.size
+        return self.replicate.size // self.parts
 
     @property
     def first_axis(self) -> Axis:
@@ -285,7 +296,7 @@ class DataParallelMesh:
     @property
     def roles(self) -> tuple[str, ...]:
         """The purpose of each dimension of ``mesh_of_shards``: "shard" or "replicate"."""
-        if self.sharded_twice is not None:
+        if self.has_portions:
             return ("shard", "shard")
         if self.shard.group is None:
             return ("replicate",) * self.mesh.ndim

@@ -112,7 +112,7 @@ class ShardedSpec:
         factor = 1 if dim is None else full.num_shards_map[dim]
         own = tuple(_dp_placement(role, dim, factor) for role in mesh.roles)
         whole = concatenate_meshes([mesh.mesh, full.mesh])
-        whole = whole if mesh.sharded_twice is None else shard_first(whole)
+        whole = shard_first(whole) if mesh.has_portions else whole
         both = DTensorSpec(whole, (*own, *full.placements), tensor_meta=full.tensor_meta)
         return cls._of_layout(layout, mesh, both, full)
 
@@ -122,7 +122,7 @@ class ShardedSpec:
     ) -> ShardedSpec:
         """Return the spec of a parameter with ``layout``, cut again over the replicate axis if ``mesh`` says so."""
         first = Cut(layout, mesh.shard.rank)
-        again = () if mesh.sharded_twice is None else (first.again(mesh.replicate.size, mesh.replicate.rank),)
+        again = (first.again(mesh.parts, mesh.replicate.rank),) if mesh.has_portions else ()
         return cls((first, *again), dtensor, full)
 
     @classmethod
@@ -147,7 +147,7 @@ class ShardedSpec:
             for i, placement in enumerate(param.placements):
                 if (dim := cut_dim(placement)) is not None:
                     shape[dim] = -(-shape[dim] // param.device_mesh.size(i))
-        ranks = mesh.shard.size * (1 if mesh.sharded_twice is None else mesh.replicate.size)
+        ranks = mesh.shard.size * mesh.parts
         best = ShardLayout.least_padded(tuple(shape), dense_strides(local), ranks).dim
         return None if best is None else Shard(best)
 

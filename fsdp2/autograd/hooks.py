@@ -261,10 +261,10 @@ def watch_inputs(
     if len(inputs) == 1 and not isinstance(inputs[0], AsyncCollectiveTensor):
         view = inputs[0].view_as(inputs[0])
         if view.grad_fn is not None:  # None under torch.func, where the node cannot be reached
-            hook = _InputIsDone(done, starting)
+            hook = _OneInput(done, starting)
             view.grad_fn.register_prehook(hook)
             return [view], partial(hook.follow, _made_by(inputs[0]), view, view._version)
-    return [*_InputsDone.apply((done, starting), *inputs)], None
+    return [*_SeveralInputs.apply((done, starting), *inputs)], None
 
 
 def _made_by(tensor: torch.Tensor) -> Any:
@@ -273,7 +273,7 @@ def _made_by(tensor: torch.Tensor) -> Any:
     return tensor.grad_fn if base is None else base.grad_fn
 
 
-class _InputIsDone:
+class _OneInput:
     """The hook on the node of a single input, which backward does not come to if the module has changed the input.
 
     Then it goes from the change to what made the input, and the hook is there.
@@ -333,7 +333,7 @@ def watch_exit(grad: torch.Tensor | None, starting: Callable[[torch.Tensor], Non
         grad.register_hook(lambda outgoing: _watch_entry(outgoing, starting))
 
 
-class _InputsDone(torch.autograd.Function):
+class _SeveralInputs(torch.autograd.Function):
     """The identity on several tensors. Its backward runs when all their gradients are there.
 
     Forward waits for an input that a collective of tensor parallelism is still writing. A compiled module would treat

@@ -144,11 +144,11 @@ class Observer(Protocol):
     def end(self) -> None:
         """Note that the pass is over."""
 
-    def suspend(self) -> None:
-        """Note that the pass that starts now is not observed: one replica may run it alone."""
-
     def abandon(self) -> None:
-        """Note that the pass was aborted, on this rank at least (recovery)."""
+        """Note that the last pass, if it has not ended, was aborted, on this rank at least.
+
+        A recovery says so, and a pass that starts without being observed, because one replica may run it alone.
+        """
 
     def forget(self, setter: str) -> None:
         """Expect other collectives of the same passes from now on: ``setter`` changed options, on every rank alike."""
@@ -172,9 +172,6 @@ class Unobserved:
         return None
 
     def end(self) -> None:
-        """Do nothing."""
-
-    def suspend(self) -> None:
         """Do nothing."""
 
     def abandon(self) -> None:

@@ -237,7 +237,7 @@ class RootContext(Generic[U]):
         if _trace.recording:
             _trace.emit("root_pre_forward", self)
         if alone:
-            self.observer.suspend()
+            self.observer.abandon()  # what an interrupt has left
         else:
             self.observer.begin(kind, outermost=True)
         event, self.post_optim_event = self.post_optim_event, None

@@ -162,12 +162,8 @@ class RankMonitor:
             return None
         return expected
 
-    def suspend(self) -> None:
-        """End a pass that was aborted before: the pass that starts now is not compared."""
-        self.abandon()
-
     def abandon(self) -> None:
-        """End a pass that was aborted (recovery)."""
+        """End a pass that was aborted."""
         if self.log.kind:
             self.log.abandon()
         self._nested, self._to_begin = 0, None

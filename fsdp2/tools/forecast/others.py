@@ -69,9 +69,6 @@ class _Others:
     def end(self) -> None:
         """Do nothing: there is no rank to compare with."""
 
-    def suspend(self) -> None:
-        """Do nothing."""
-
     def abandon(self) -> None:
         """Do nothing."""
 

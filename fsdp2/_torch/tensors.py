@@ -221,9 +221,9 @@ def dtensor_specs(tensors: Iterable[Any]) -> list[DTensorSpec | None]:
     return [t._spec if isinstance(t, DTensor) else None for t in tensors]
 
 
-def set_local_tensor(dtensor: Any, local: torch.Tensor, spec: DTensorSpec | None = None) -> None:
-    """Replace the local tensor of a DTensor, which stays the same object; ``spec`` equals its own spec."""
-    dtensor._local_tensor, dtensor._spec = local, spec or dtensor._spec
+def set_local_tensor(dtensor: Any, local: torch.Tensor) -> None:
+    """Replace the local tensor of a DTensor, which stays the same object."""
+    dtensor._local_tensor = local
 
 
 # The spec of a DTensor; ``Module.to`` changes its dtype.

@@ -242,13 +242,15 @@ def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) ->
 
 
 def _check_placed_alike(params: list[FSDPParam], sharded: torch.Tensor, before: torch.Tensor, grad: DTensor) -> None:
-    """Raise RuntimeError if somebody has made ``.grad`` a DTensor that is not placed as its parameter."""
-    if isinstance(before, DTensor) and before.placements != grad.placements:
-        name = next(param.name for param in params if param.sharded is sharded)
-        raise RuntimeError(
-            f"{name}: a backward adds to its .grad; got a DTensor placed as {before.placements}, expected "
-            f"{grad.placements} as the parameter is. Redistribute it back, or call zero_grad() before backward"
-        )
+    """Raise RuntimeError if somebody has made ``.grad`` a plain tensor, or placed it unlike its parameter."""
+    if isinstance(before, DTensor) and before.placements == grad.placements:
+        return
+    name = next(param.name for param in params if param.sharded is sharded)
+    got = f"a DTensor placed as {before.placements}" if isinstance(before, DTensor) else "a plain tensor"
+    raise RuntimeError(
+        f"{name}: a backward adds to its .grad; got {got}, expected a DTensor placed as {grad.placements} as the "
+        "parameter is. Make it one again, or call zero_grad() before backward"
+    )
 
 
 def proxy(param: FSDPParam, value: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:

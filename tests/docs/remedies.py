@@ -194,15 +194,22 @@ def cast_between_forward_and_backward(rank: int) -> Iterator[Callable[[], object
     goes_on(module)
 
 
-@remedy("Redistribute it back, or call zero_grad() before backward")
+@remedy("Make it one again, or call zero_grad() before backward")
 def a_gradient_of_another_placement(rank: int) -> Iterator[Callable[[], object]]:
-    """It is dropped."""
+    """It is made one again, or dropped."""
     module = model()
-    loss(module).backward()
     weight = module[0].weight
-    weight.grad = weight.grad.redistribute(placements=[Replicate()])
+
+    def make_whole() -> None:
+        loss(module).backward()
+        weight.grad = weight.grad.redistribute(placements=[Replicate()])
+
+    make_whole()
     yield lambda: loss(module).backward()
     module.reset_iter_state()
+    make_whole()
+    weight.grad = weight.grad.redistribute(placements=weight.placements)
+    make_whole()
     module.zero_grad()
     goes_on(module)
 

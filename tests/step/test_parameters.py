@@ -180,13 +180,16 @@ def test_requires_grad_changed_between_forward_and_backward(rank, world, reshard
 
 @api.fsdp2_only
 @on_ranks(2)
-def test_a_gradient_that_was_redistributed_is_not_added_to(rank, world):
-    """A backward added pieces to what a metric had made whole: sizes did not match, or other elements were summed."""
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_gradient_that_was_made_whole_is_not_added_to(rank, world, plain):
+    """A backward added pieces to what a metric had made whole: sizes did not match, or other elements were summed. To
+    a plain tensor it was "'Tensor' object has no attribute '_local_tensor'"."""
     module = sharded()
     module(torch.ones(2, 8)).sum().backward()
     parameter = module[0].weight
-    parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
-    with pytest.raises(RuntimeError, match=r"0\.weight: a backward adds to its \.grad; got .*Replicate"):
+    whole = parameter.grad.redistribute(placements=[Replicate()])
+    parameter.grad = whole.to_local() if plain else whole
+    with pytest.raises(RuntimeError, match=r"0\.weight: a backward adds to its \.grad; got a (plain|.*Replicate)"):
         module(torch.ones(2, 8)).sum().backward()
     module.reset_iter_state()
     module(torch.ones(2, 8)).sum().backward()

@@ -9,8 +9,8 @@ Whole iterations: forward, backward and the step of the same models, in bfloat16
 owner placement, gathers are broadcasts and reductions go to owners, priced in its favor (`_owners.py`).
 
 Measured: a GPT on two and four gloo processes, whose matrices Muon trains. The candidates live in the same processes
-and take turns; ratios are medians of the ratios within a turn. *Alone* steps on the matrices that the rank owns, and
-sends nothing, as owner placement does.
+and take turns; ratios are medians of the ratios within a turn, of elapsed time on the first process and of the
+processor's time on all. *Alone* steps on the matrices that the rank owns, and sends nothing, as owner placement does.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Candidate:
             use_full_params(self.optimizer, bucket_mb=8, **WAYS[name])
 
     def step(self, data: Tensor) -> dict[str, float]:
-        """Seconds of the backward and of the optimizer, and of the processor on all threads."""
+        """Seconds of the backward and of the optimizer, and of the processor on all threads of this process."""
         loss = self.model(data)
         for _, whole in self._plain:
             whole.grad = torch.randn_like(whole)
@@ -177,7 +177,11 @@ class Candidate:
 
 
 def worker(options: argparse.Namespace) -> dict[str, Any]:
-    """One of the processes: {candidate: [times of a step]}, and whether both of ours have come to the same weights."""
+    """One of the processes: {candidate: [times of a step]}, and whether all of ours have come to the same weights.
+
+    The processor's time is that of all processes, which does not depend on what else the machine does; they wait for
+    each other asleep.
+    """
     everyone = {name: Candidate(name, options.world) for name in NAMES}
     times: dict[str, list[dict[str, float]]] = {name: [] for name in NAMES}
     for turn in range(options.warm + options.turns):
@@ -194,6 +198,12 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
         for some in zip(*weights)
         for param, other in [some[:2], some[1:]]
     )
+    everyones: list[Any] = [None] * options.world
+    dist.all_gather_object(everyones, times)
+    for name, turns in times.items():
+        for turn, found in enumerate(turns):
+            for part in [part for part in found if part.startswith("processor")]:
+                found[part] = sum(one[name][turn][part] for one in everyones)
     return {"times": times, "equal": equal}
 
 

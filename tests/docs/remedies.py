@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.optim.test_offload import Pairs
 from tests.support.parity import mesh_1d
 
 __all__ = ["CASES", "Call", "finalizes", "goes_on", "layers", "loss", "model", "on", "remedy", "try_case"]
@@ -333,6 +334,20 @@ def a_forward_before_the_wait(rank: int) -> Iterator[Callable[[], object]]:
     goes_on(module)
 
 
+@remedy("expected a call between steps. Call wait() on what finalize_backward(async_op=True) returned first")
+def sharing_before_a_reduction_has_ended(rank: int) -> Iterator[Callable[[], object]]:
+    """It is waited for first."""
+    module, other = model(), model()
+    module.set_manual_backward_finalization(True)
+    loss(module).backward()
+    handle = module.finalize_backward(async_op=True)
+    yield lambda: fsdp2.share_comm_ctx([other, module])
+    handle.wait()
+    fsdp2.share_comm_ctx([other, module])
+    finalizes(module)
+    goes_on(other)
+
+
 @remedy("finalize_backward requires manual backward finalization; call set_manual_backward_finalization(True)")
 def finalize_without_the_mode(rank: int) -> Iterator[Callable[[], object]]:
     """The mode is switched on before the next forward."""
@@ -625,6 +640,19 @@ def a_list_of_shards_and_plain_ones(rank: int) -> Iterator[Callable[[], object]]
     fsdp2.use_local_shards(optimizer).step()
     groups = [[module[0].bias], [p for p in module.parameters() if p is not module[0].bias]]
     torch.optim.SGD([{"params": group} for group in groups], lr=0.1, foreach=True).step()
+
+
+@remedy("use_local_shards(optimizer, elementwise=True) on a new one in place of use_full_params")
+def a_state_of_other_tensors(rank: int) -> Iterator[Callable[[], object]]:
+    """The optimizer steps on shards, and its state is saved."""
+    module = model()
+    optimizer = fsdp2.use_full_params(Pairs(module.parameters()))
+    loss(module).backward()
+    optimizer.step()
+    yield optimizer.state_dict
+    optimizer = fsdp2.use_local_shards(Pairs(module.parameters()), elementwise=True)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 @remedy("Pass error_if_nonfinite=False to scale the gradients by it anyway")

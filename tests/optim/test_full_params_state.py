@@ -23,6 +23,7 @@ from tests.optim.test_full_params import (
     train,
     whole,
 )
+from tests.optim.test_offload import Pairs
 from tests.support.counting import Collectives
 from tests.support.parity import mesh_1d
 from tests.support.pool import on_ranks
@@ -51,6 +52,29 @@ def test_training_begins_before_sharding(rank, world, name, when):
         step_both(optimizer, plain)
         assert_equal(module.parameters(), reference.parameters())
     assert_same_state(optimizer.state_dict(), plain.state_dict())
+
+
+@on_ranks(2)
+def test_state_that_is_made_of_other_tensors(rank, world):
+    """As the codes and scales of torchao's optimizers are. Steps are right, and a state dict would need its pieces:
+    the owner alone raised an error, of the class, and the other ranks waited."""
+    module, reference = nn.Sequential(nn.Linear(6, 4, bias=False)), nn.Linear(6, 4, bias=False)
+    reference.load_state_dict(module[0].state_dict())
+    shard(module, mesh_1d())
+    optimizer, plain = fsdp2.use_full_params(Pairs(module.parameters())), Pairs(reference.parameters())
+    for step in range(2):
+        module(rows(step)).square().sum().backward()
+        reference.weight.grad = module[0].weight.grad.full_tensor()
+        step_both(optimizer, plain)
+        assert_equal(module.parameters(), reference.parameters())
+    with pytest.raises(NotImplementedError, match="is of the class TwoTensor.*call use_local_shards"):
+        optimizer.state_dict()
+    on_shards = fsdp2.use_local_shards(Pairs(module.parameters()), elementwise=True)
+    module(rows(2)).square().sum().backward()
+    on_shards.step()
+    another = fsdp2.use_full_params(Pairs(module.parameters()))
+    with pytest.raises(NotImplementedError, match="is of the class TwoTensor.*call use_local_shards"):
+        another.load_state_dict(on_shards.state_dict())
 
 
 @on_ranks(2)

@@ -11,7 +11,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from fsdp2._torch.tensors import inner_tensors
 from fsdp2.comm.collectives import exchange_objects
+from fsdp2.engine.index import param_of
 from fsdp2.optim.leaves import map_leaves, take_apart
 from fsdp2.optim.whole.exchange import Layout
 from fsdp2.optim.whole.owners import Route
@@ -81,10 +83,14 @@ class _Elsewhere(Mapping):
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A description of a tensor of more than one number in an owner's state."""
+    """A description of a tensor of more than one number in an owner's state.
+
+    ``kind`` is its class if it is made of other tensors, as the codes and scales of a quantized one; else "".
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    kind: str = ""
 
 
 _Found = dict[tuple[Any, int], torch.Tensor]
@@ -100,6 +106,7 @@ def shown_at_holders(state: Mapping[Any, Any], ownership: Ownership) -> defaultd
     this form already.
 
     Raises:
+        NotImplementedError: A state is made of other tensors. Every rank raises it.
         RuntimeError: The matrices of a stack have states that cannot be one.
     """
     shown: defaultdict[Any, Any] = defaultdict(dict)
@@ -109,6 +116,10 @@ def shown_at_holders(state: Mapping[Any, Any], ownership: Ownership) -> defaultd
         described: dict[int, Any] = {}
         for theirs in exchange_objects(mine, ranks.axis, ranks.device):
             described.update(theirs)
+        for i, entry in described.items():
+            for leaf in take_apart(entry)[0]:
+                if isinstance(leaf, _Leaf) and leaf.kind:
+                    _refuse(leaf.kind, ranks.owned[i].param)
         found: _Found = {}
         for pieces in _pieces(described, ranks):
             _receive(pieces, state, ranks, found)
@@ -128,11 +139,24 @@ def _describe(entry: Any, owned: Owned) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         single = value.numel() == 1 and (key == "step" or tuple(value.shape) != owned.route.shape)
-        return value.cpu() if single else _Leaf(tuple(value.shape), value.dtype)
+        return value.cpu() if single else _Leaf(tuple(value.shape), value.dtype, _kind_of(value))
 
     if isinstance(entry, dict):
         return {key: map_leaves(partial(leaf, key), part) for key, part in entry.items()}
     return map_leaves(partial(leaf, None), entry)
+
+
+def _kind_of(value: torch.Tensor) -> str:
+    return type(value).__name__ if len(inner_tensors(value)) > 1 else ""
+
+
+def _refuse(kind: str, param: Any) -> NoReturn:
+    name = getattr(param_of(param), "name", "") or f"a parameter of shape {tuple(param.shape)}"
+    raise NotImplementedError(
+        f"use_full_params: the state of {name} is of the class {kind}, made of other tensors, and the pieces of it "
+        "that ranks would save are not known; expected plain tensors. If the optimizer is elementwise, call "
+        "use_local_shards(optimizer, elementwise=True) on a new one in place of use_full_params"
+    )
 
 
 _Piece = tuple[int, int, Route, _Leaf]  # index of the parameter, index of the leaf, route, description
@@ -204,7 +228,11 @@ def _shown(leaf: Any, owned: Owned, tensor: torch.Tensor | None) -> Any:
 
 @torch.no_grad()
 def keep_owned(state: Mapping[Any, Any], ownership: Ownership) -> OwnedState:
-    """Return ``state``, an optimizer's state on DTensors, as whole tensors on the owners. Every rank must call this."""
+    """Return ``state``, an optimizer's state on DTensors, as whole tensors on the owners. Every rank must call this.
+
+    Raises:
+        NotImplementedError: A state is made of other tensors.
+    """
     kept = OwnedState(ownership)
     kept.stepped = bool(state)
     kept.update({param: entry for param, entry in state.items() if param not in ownership})
@@ -232,6 +260,8 @@ def keep_owned(state: Mapping[Any, Any], ownership: Ownership) -> OwnedState:
 
 def _whole_unless_cut(leaf: Any, param: Any) -> Any:
     """Return ``leaf`` as it is if it is no DTensor, or is cut as ``param``; else the whole tensor."""
+    if isinstance(leaf, DTensor) and (kind := _kind_of(on_this_rank(leaf))):
+        _refuse(kind, param)
     if not isinstance(leaf, DTensor) or (leaf.shape == param.shape and placed_alike(leaf, param)):
         return leaf
     return on_this_rank(leaf) if all(isinstance(p, Replicate) for p in leaf.placements) else leaf.full_tensor()

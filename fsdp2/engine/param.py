@@ -233,12 +233,26 @@ def accumulate_gradients(params: list[FSDPParam], pieces: list[torch.Tensor]) ->
             grad = gradient_after(hook, grad, param.name, param.spec)
         before = sharded.grad
         if before is None:
-            sharded.grad = grad
+            try:
+                sharded.grad = grad
+            except RuntimeError as error:
+                raise _about_grad_dtype(param, grad) or error from error
         else:
             _check_placed_alike(params, sharded, before, grad)
             local_tensor(before).add_(local_tensor(grad))
         for hook in hooks[1] if hooks else ():
             call_hook(hook, sharded, param.name, param.spec)
+
+
+def _about_grad_dtype(param: FSDPParam, grad: torch.Tensor) -> RuntimeError | None:
+    """Return an error for a ``grad_dtype`` that forbids the gradient: nobody looks for a new one at each step."""
+    wanted = None if param.sharded is None else param.sharded.grad_dtype
+    if wanted in (None, grad.dtype):
+        return None
+    return RuntimeError(
+        f"{param.name}: its grad_dtype was set to {wanted} after the first forward; got a gradient of {grad.dtype}, "
+        "which was reduced for the dtype before. Set grad_dtype before the first forward"
+    )
 
 
 def _check_placed_alike(params: list[FSDPParam], sharded: torch.Tensor, before: torch.Tensor, grad: DTensor) -> None:

@@ -256,6 +256,17 @@ def test_it_may_be_set_on_shards_until_the_first_forward(rank, world):
 
 
 @on_ranks(2)
+def test_it_may_not_be_set_on_shards_after_the_first_forward(rank, world):
+    """Gradients are reduced for the dtype before, and torch refuses them on the shard; the error names it."""
+    module = sharded(api.ours, BF16, DEFAULT)
+    backward(module)
+    module.zero_grad()
+    module[1].weight.grad_dtype = FP32
+    with pytest.raises(RuntimeError, match=r"^1\.weight: its grad_dtype was set to torch\.float32 after the first .*"):
+        backward(module)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("own", [None, FP16])
 def test_loading_by_assignment_inherits_it_or_brings_its_own(rank, world, own):
     """A new parameter that was told nothing is told what the one before was."""

@@ -586,7 +586,9 @@ class FSDPParam:
         """Put a withheld gradient back, on the device where the shard is now."""
         assert self.sharded is not None
         self.restore_grad_dtype()
-        self.sharded.grad = grad.detach().to(self.sharded.device).requires_grad_(grad.requires_grad)
+        if grad.device != self.sharded.device:
+            grad = grad.detach().to(self.sharded.device).requires_grad_(grad.requires_grad)
+        self.sharded.grad = grad
 
     @property
     def gradient(self) -> torch.Tensor | None:

@@ -219,17 +219,18 @@ def test_conversion_leaves_a_chosen_gradient_alone(rank, world, convert):
 
 @on_ranks(2)
 def test_conversion_that_fails_loses_no_gradient(rank, world):
-    """Whichever parameter it fails at."""
+    """Whichever parameter it fails at: each keeps its gradient, the same object as before, as in a plain module."""
 
     def fail(tensor):
         raise ArithmeticError
 
     module = sharded(api.ours, BF16, FP32)
     backward(module)
-    before = [grad.clone() for grad in gradients(module)]
+    before, values = [weight.grad for weight in module.parameters()], [grad.clone() for grad in gradients(module)]
     with pytest.raises(ArithmeticError):
         module._apply(fail)
-    assert all(map(torch.equal, gradients(module), before))
+    assert all(map(torch.equal, gradients(module), values))
+    assert all(weight.grad is grad for weight, grad in zip(module.parameters(), before, strict=True))
 
 
 @on_ranks(2)

@@ -340,6 +340,12 @@ def test_units_inserted_and_removed(rank, world):
     assert train() == expected
     gc.collect()
     assert removed() is None
+    removed = weakref.ref(module[0].weight)
+    del module[0]
+    with torch.no_grad():  # nothing but evaluations follows
+        module(torch.ones(2, 4))
+    gc.collect()
+    assert removed() is None
 
 
 @on_ranks(1, 2)

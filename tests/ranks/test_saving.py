@@ -30,18 +30,23 @@ class Waiting(dcp.FileSystemWriter):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("own_group", [False, True])
-def test_asynchronous_save(rank, world, tmp_path, own_group):
+@pytest.mark.parametrize("ranks", ["those that train", "a group of its own", "alone"])
+def test_asynchronous_save(rank, world, tmp_path, ranks):
     """On the group that trains, the next pass raises on every rank before a collective of it starts: the save is whole
-    afterwards. With torch's ``fully_shard`` gloo aborts the processes, or data is exchanged between the two."""
+    afterwards. With torch's ``fully_shard`` gloo aborts the processes, or data is exchanged between the two.
+
+    What each rank saves alone communicates nothing.
+    """
     torch.manual_seed(0)
     module = fsdp2.fully_shard(nn.Linear(4, 4))
     module(torch.ones(1, 4)).sum().backward()
     weight = module.weight.full_tensor().detach()
-    writer = Waiting(tmp_path)
-    group = dist.new_group(backend="gloo") if own_group else None
-    saving = dcp.async_save({"model": module.state_dict()}, storage_writer=writer, process_group=group)
-    if own_group:
+    alone = ranks == "alone"
+    writer = Waiting(tmp_path / str(rank) if alone else tmp_path)
+    group = dist.new_group(backend="gloo") if ranks == "a group of its own" else None
+    state = {"weight": weight} if alone else module.state_dict()
+    saving = dcp.async_save({"model": state}, storage_writer=writer, process_group=group, no_dist=alone)
+    if ranks != "those that train":
         module(torch.ones(1, 4)).sum().backward()
     else:
         with pytest.raises(
@@ -52,5 +57,5 @@ def test_asynchronous_save(rank, world, tmp_path, own_group):
     saving.result()
     dist.barrier()
     loaded = {"weight": torch.empty(4, 4)}
-    dcp.load({"model": loaded}, checkpoint_id=tmp_path)
+    dcp.load({"model": loaded}, checkpoint_id=writer.path, no_dist=alone)
     assert torch.equal(loaded["weight"], weight)

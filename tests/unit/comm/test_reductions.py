@@ -225,6 +225,23 @@ def test_bytes_in_flight_are_added_up_once() -> None:
         flying.finish()
 
 
+def test_lanes_are_waited_for_after_they_were_used_and_not_later() -> None:
+    """Recovery waits for gathers, of which one may have raised. The end of a later backward does not: what is gathered
+    then is needed later."""
+    with Device() as device:
+        flying = window(1)
+        gather, reduce = (flying.memory.use(lane) for lane in (flying.lanes.gather, flying.lanes.reduce))
+        for wanted in ({gather, reduce}, {reduce}):
+            before = dict(device.compute.clocks)
+            for lane in (gather, reduce):
+                with lane.after():
+                    torch.ones(1)
+            flying.memory.use(reduce)
+            flying.memory.drop_all()
+            after, names = device.compute.clocks, {lane: lane._stream.name for lane in (gather, reduce)}
+            assert {lane for lane, name in names.items() if after[name] > before.get(name, 0)} == wanted
+
+
 def test_on_streams_only_what_came_before_the_last_is_waited_for() -> None:
     """The third chunk is packed beside the second's reduction, and summed beside the second's all-reduce; waiting for
     the second as well would leave one of them idle. At the end nothing is held any more."""

@@ -150,8 +150,8 @@ def build(kind: str, way: str, seed: int = 3, params: Callable[[Any], Any] = lam
     model: Any = KINDS[kind]()
     if kind == "local" and way != "alone":
         model.extra = nn.Parameter(distribute_tensor(model.extra.detach(), mesh_1d(), [Shard(0)]))
-    optimizer = adamw(params(model)) if way in ("alone", "before", "stepped before") else None
-    if way == "alone" or way == "stepped before":
+    optimizer = adamw(params(model)) if way in ("alone", "before", *STEPPED_BEFORE) else None
+    if way in ("alone", *STEPPED_BEFORE):
         pair = Pair(model, optimizer)
         if STEPPED:
             train(pair, 90)
@@ -168,7 +168,9 @@ def build(kind: str, way: str, seed: int = 3, params: Callable[[Any], Any] = lam
     return Pair(model, optimizer)
 
 
-WAYS = ("before", "stepped before", "after", "use_local_shards", "use_full_params", "offload_optimizer_state")
+STEPPED_BEFORE = ("stepped before", "just stepped before")
+WAYS = ("before", *STEPPED_BEFORE, "after", "use_local_shards", "use_full_params", "offload_optimizer_state")
+"""When an optimizer is built, and how it steps. One that has just stepped does not step on shards before its use."""
 STEPPED = False
 
 
@@ -341,7 +343,7 @@ def walk(entry: str, kind: str, way: str) -> None:
     """Train, use the entry point, train on, and compare everything with one process."""
     pair, alone = build(kind, way), build(kind, "alone")
     for one in (pair, alone):
-        train(one, 0, 1)
+        train(one, *(() if way == "just stepped before" else (0, 1)))
     use = ENTRIES[entry]
     if (entry, way) in REFUSED:
         text, remedy = REFUSED[entry, way]
@@ -378,7 +380,7 @@ def test_table(rank, world, way):
     In a usual run every entry point meets every kind in some way, and in each way two of them.
     """
     global STEPPED
-    STEPPED = way == "stepped before"
+    STEPPED = way in STEPPED_BEFORE
     failed = []
     for row, entry in enumerate(ENTRIES):
         for column, kind in enumerate(KINDS):

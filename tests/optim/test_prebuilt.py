@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from tests.optim.stepping import WIDTH, Model, batch, build
+from tests.optim.stepping import Model, batch, build
 from tests.support.parity import full, mesh_1d, mesh_of
 from tests.support.pool import on_ranks
 
@@ -106,45 +105,6 @@ def test_torchs_functions_read_the_groups_of_an_optimizer(rank, world):
     assert_same_weights(models[0][0], models[1][0])
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("reads", ["state_dict", "get_optimizer_state_dict", "set_optimizer_state_dict", "copy"])
-def test_an_optimizer_that_was_stepped_before_sharding_is_saved_before_its_next_step(rank, world, reads):
-    """``KeyError: 0`` came of torch's functions, and ``state_dict`` had whole tensors that no optimizer could use."""
-    torch.manual_seed(3)
-    plain = Model()
-    before = adamw(plain.parameters())
-    rows = torch.randn(2, 4, WIDTH)
-    plain(rows[0], rare=True).square().mean().backward()
-    before.step()
-    before.zero_grad()
-    plain(rows[1], rare=True).square().mean().backward()
-    module = copy.deepcopy(plain)  # with its gradients of nothing
-    module.zero_grad()
-    optimizer = adamw(module.parameters())
-    optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
-    shard(module)
-    if reads == "state_dict":
-        saved = optimizer.state_dict()
-        optimizer = adamw(module.parameters())
-        optimizer.load_state_dict(saved)
-    elif reads == "copy":
-        module, optimizer = copy.deepcopy((module, optimizer))
-    else:
-        saved = get_optimizer_state_dict(module, optimizer)
-        if reads == "set_optimizer_state_dict":
-            set_optimizer_state_dict(module, optimizer, saved)
-        assert set(saved["state"]) == {name for name, param in module.named_parameters() if param.requires_grad}
-    for param, one in zip(module.parameters(), plain.parameters(), strict=True):
-        if param.requires_grad:
-            kinds = {key: type(value) for key, value in optimizer.state[param].items()}
-            assert kinds == {"step": torch.Tensor, "exp_avg": DTensor, "exp_avg_sq": DTensor}
-            param.grad = torch.distributed.tensor.distribute_tensor(one.grad, param.device_mesh, param.placements)
-    optimizer.step()
-    before.step()
-    for param, one in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(full(param), one.detach(), rtol=1e-6, atol=1e-7)  # SIMD rounds ends otherwise
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_before_the_first_step(rank, world, set_to_none):
@@ -155,30 +115,6 @@ def test_zero_grad_before_the_first_step(rank, world, set_to_none):
         optimizer.zero_grad(set_to_none=set_to_none)
         backward(module, 1)
         optimizer.step()
-    assert_same_weights(models[0][0], models[1][0])
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("flatten", [False, True])
-def test_resuming(rank, world, flatten):
-    """torch makes state by a step with zero gradients, which it puts on the originals; the shards had none then.
-
-    A flattened checkpoint is loaded into the state there is: none. So AdamW began anew at its first step.
-    """
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    models = [prebuilt(), fresh()]
-    source, optimizer = fresh()
-    for step in range(3):
-        backward(source, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    saved = get_optimizer_state_dict(source, optimizer, options=options)
-    for module, other in models:
-        module.load_state_dict(source.state_dict())
-        set_optimizer_state_dict(module, other, copy.deepcopy(saved), options=options)
-        backward(module, 3)
-        other.step()
-        assert {int(entry["step"]) for entry in other.state.values()} == {4}
     assert_same_weights(models[0][0], models[1][0])
 
 

@@ -61,8 +61,8 @@ FIRST_SECONDS = 100
 """How long the tests may take, without ranks and on ranks, that run before all others."""
 RUN_SECONDS = 3
 """How long the first of their runs may take; each of the next may take as long as all before, twice."""
-FILES = 12
-"""Of how many files tests on ranks are looked for at once."""
+FILES, MOST_FILES = 6, 36
+"""Of how many files tests on ranks are looked for at once, and at most, before all tests run."""
 LIMIT_SECONDS = 60
 """How long one test may take before it is looked at whether it hangs."""
 SLOWER = 10
@@ -526,7 +526,7 @@ def _noticed(
         for some in likely(mutant, files, tests):
             if by := _of_a_file(folder, whole, some, "--most-ranks=0"):
                 return by
-    left, several = float(FIRST_SECONDS), files if "ranks" in stages else []
+    left, several = float(FIRST_SECONDS), files[:MOST_FILES] if "ranks" in stages else []
     while several and left > 0:
         these, several = several[:FILES], several[FILES:]
         on_ranks = entered(whole, these, ranks=True)

@@ -438,11 +438,13 @@ def pytest_in(folder: Path, arguments: list[str]) -> tuple[int | None, str]:
     with tempfile.NamedTemporaryFile("r", errors="replace") as log:
         process = multiprocessing.get_context("fork").Process(target=_pytest, args=(folder, arguments, log.name))
         process.start()
-        process.join(STAGE_SECONDS)
-        if process.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
+        try:
+            process.join(STAGE_SECONDS)
+        finally:
+            if hangs := process.exitcode is None:
                 os.killpg(process.pid or 0, signal.SIGKILL)
-            process.join()
+                process.join()
+        if hangs:
             raise TimeoutError(f"the tests took more than {STAGE_SECONDS} seconds")
         return process.exitcode, log.read()
 

@@ -58,11 +58,11 @@ DIAGNOSTIC = ("engine/hints",)
 PLACES = 7
 """How many places of each rule are broken in a folder: a sample by chance that other places' changes leave as it is."""
 FIRST_SECONDS = 100
-"""How long the tests may take, without ranks and on ranks, that run before all others."""
+"""How long those of the tests without ranks may take, and of those of some files on ranks, that run before all."""
 RUN_SECONDS = 3
 """How long the first of their runs may take; each of the next may take as long as all before, twice."""
 FILES, MOST_FILES = 6, 36
-"""Of how many files tests on ranks are looked for at once, and at most, before all tests run."""
+"""How many files with tests on ranks are asked at once what these enter, and at most, for one place."""
 LIMIT_SECONDS = 60
 """How long one test may take before it is looked at whether it hangs."""
 SLOWER = 10
@@ -105,6 +105,8 @@ FAILING: list[str] = []
 """Tests that fail without a mutant as well."""
 PASSING: set[str] = set()
 """Tests that were seen to pass without one."""
+ASKED: dict[str, Any] = {}
+"""What ``runs/entered.json`` has."""
 
 Tests = dict[str, tuple[float, list[str]]]
 """Of each test that passes how many seconds it takes, and the functions that it enters."""
@@ -340,17 +342,19 @@ def test_files(folder: Path) -> list[str]:
     return sorted(path for path in files if not path.startswith(skipped) and path.startswith(tuple(AMONG)))
 
 
-def entered(whole: Path, names: list[str], ranks: bool = False) -> dict[str, Tests]:
+def entered(whole: Path, names: list[str], *, ranks: bool = False, asks: bool = True) -> dict[str, Tests]:
     """Return, by file of ``names``, how long each test takes, without ranks or on them, and which functions of the
     package it enters.
 
-    Files that changed since this was last asked are run.
+    Files that changed since this was last asked are run, if it ``asks``; otherwise they are left out.
     """
-    known = json.loads(ENTERED.read_text()) if ENTERED.exists() else {}
-    package = digest(sorted((whole / "fsdp2").rglob("*.py")))
+    if not ASKED and ENTERED.exists():
+        ASKED.update(json.loads(ENTERED.read_text()))
+    known, package = ASKED, digest(sorted((whole / "fsdp2").rglob("*.py")))
     files = {name: digest([whole / name]) for name in names}
     key = (lambda name: f"{name} on ranks") if ranks else str
-    if changed := [name for name in files if known.get(key(name), {}).get("text") != files[name]]:
+    changed = [name for name in files if known.get(key(name), {}).get("text") != files[name]]
+    if changed and asks:
         print(f"asking which functions the tests{' on ranks' * ranks} of {len(changed)} files enter", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "entered.json"
@@ -363,7 +367,7 @@ def entered(whole: Path, names: list[str], ranks: bool = False) -> dict[str, Tes
             known[key(name)] = {"text": files[name], "package": package, "tests": of_file}
         ENTERED.parent.mkdir(exist_ok=True)
         ENTERED.write_text(json.dumps(known))
-    found_in = {name: known[key(name)] for name in files}
+    found_in = {name: known[key(name)] for name in files if asks or name not in changed}
     PASSING.update(test for one in found_in.values() if one["package"] == package for test in one["tests"])
     return {name: one["tests"] for name, one in found_in.items()}
 
@@ -373,11 +377,9 @@ def digest(paths: list[Path]) -> str:
     return hashlib.sha1(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
-def likely(
-    mutant: Mutant, files: list[str], tests: dict[str, Tests], most: float = FIRST_SECONDS
-) -> Iterator[list[str]]:
-    """Yield the tests that enter the broken function, as many as ``most`` seconds suffice for: quick ones, and of each
-    file those that enter little else, before others; and a few before many."""
+def likely(mutant: Mutant, files: list[str], tests: dict[str, Tests]) -> Iterator[list[str]]:
+    """Yield the tests that enter the broken function, as many as there is time for: quick ones, and of each file those
+    that enter little else, before others; and a few before many."""
     function, chosen = f"{mutant.path} {mutant.function}", []
     for place, name in enumerate(files):
         of_file = [(len(also), took, test) for test, (took, also) in tests.get(name, {}).items() if function in also]
@@ -391,7 +393,7 @@ def likely(
             run, until = [], 3 * until
         spent += took
         run.append(test)
-        if spent > most:
+        if spent > FIRST_SECONDS:
             break
     if run:
         yield run
@@ -528,15 +530,13 @@ def _noticed(
         for some in likely(mutant, files, tests):
             if by := _of_a_file(folder, whole, some, "--most-ranks=0"):
                 return by
-    left, several = float(FIRST_SECONDS), files[:MOST_FILES] if "ranks" in stages else []
-    while several and left > 0:
-        these, several = several[:FILES], several[FILES:]
-        on_ranks = entered(whole, these, ranks=True)
-        seconds = {test: took for of_file in on_ranks.values() for test, (took, _) in of_file.items()}
-        for some in likely(mutant, these, on_ranks, left):
-            left -= sum(seconds[test] for test in some)
-            if by := _of_a_file(folder, whole, some, "--least-ranks=1"):
-                return by
+    if "ranks" in stages:
+        known = [*entered(whole, files, ranks=True, asks=False)]
+        others = [name for name in files if name not in known][:MOST_FILES]
+        for these in (known, *(others[i : i + FILES] for i in range(0, len(others), FILES))):
+            for some in likely(mutant, these, entered(whole, these, ranks=True)):
+                if by := _of_a_file(folder, whole, some, "--least-ranks=1"):
+                    return by
     return noticed_by(folder, whole, files, f"--numprocesses={WORKERS}", "--dist=worksteal") if "all" in stages else ""
 
 

@@ -3,9 +3,11 @@
 The device computes nothing and does not limit time (`tests/nullgpu`); torch's CUDA build runs on it, with its caching
 allocator, streams, events, NCCL's process group and Inductor. One process is rank 0 of any number. So *live* and
 *reserved* are what a GPU's allocator says, up to the workspaces of libraries, and *calls* and *host* are what the host
-does for a block; nothing here says how long a GPU takes. Rows that say `compiled` are of blocks that Inductor compiles.
+does for a block; nothing here says how long a GPU takes. Times are processor time, medians of processes in turn. What
+the model takes without sharding (parallelized, where it is tensor parallel) is taken off calls, host and kernels. Rows
+that say `compiled` are of blocks that Inductor compiles.
 
-    python benchmarks/nullgpu.py            every row, a few minutes
+    python benchmarks/nullgpu.py            every row, a quarter of an hour
     python benchmarks/nullgpu.py --only hybrid
     python benchmarks/nullgpu.py --jobs 3   several rows at once: bytes and counts stay as they are, times do not
 
@@ -38,7 +40,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 null: Any = importlib.import_module("tests.nullgpu.device")
-STEPS = 5
+STEPS = 30
+ROUNDS = 4
+"""How many processes measure each library, in turn: the time of one of them says little."""
 LIBRARIES = ("fsdp2", "torch", "unsharded")
 COUNTED = ("kernels", "memcpys", "event_records", "stream_waits", "nccl_calls", "nccl_groups")
 
@@ -95,9 +99,8 @@ def build(setting: Setting, library: str) -> nn.Module:
             block.forward = _recomputed(block.forward)
         if setting.kind == "compiled":
             block.compile()
-    if library != "unsharded":
-        ends = [child for child in model.children() if isinstance(child, (nn.Embedding, nn.Linear))]
-        _shard(setting, library, model, [*ends, *blocks])
+    ends = [child for child in model.children() if isinstance(child, (nn.Embedding, nn.Linear))]
+    _shard(setting, library, model, [*ends, *blocks])
     return model.to_empty(device="cpu" if setting.kind == "offloaded" and library != "unsharded" else "cuda")
 
 
@@ -108,15 +111,9 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shard(setting: Setting, library: str, model: nn.Module, units: list[nn.Module]) -> None:
-    if library == "fsdp2":
-        import fsdp2 as api
-
-        api.set_rank_checks(False)  # the other ranks would have to answer
-    else:
-        import torch.distributed.fsdp as api
     mesh: DeviceMesh
     if setting.tensor_parallel > 1:
-        shape = (setting.ranks // setting.tensor_parallel, setting.tensor_parallel)
+        shape = (dist.get_world_size() // setting.tensor_parallel, setting.tensor_parallel)
         both = init_device_mesh("cuda", shape, mesh_dim_names=("dp", "tp"))
         across = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
         across |= {"feed.gate": ColwiseParallel(), "feed.up": ColwiseParallel()}
@@ -124,11 +121,19 @@ def _shard(setting: Setting, library: str, model: nn.Module, units: list[nn.Modu
         for unit in units:
             parallelize_module(unit, both["tp"], across | along)
         mesh = both["dp"]
-    elif setting.replicas > 1:
+    elif setting.replicas > 1 and library != "unsharded":
         shape = (setting.replicas, setting.ranks // setting.replicas)
         mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard"))
     else:
-        mesh = init_device_mesh("cuda", (setting.ranks,))
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    if library == "unsharded":
+        return
+    if library == "fsdp2":
+        import fsdp2 as api
+
+        api.set_rank_checks(False)  # the other ranks would have to answer
+    else:
+        import torch.distributed.fsdp as api
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": api.MixedPrecisionPolicy(torch.bfloat16, getattr(torch, setting.reduce)),
@@ -144,7 +149,7 @@ def measure(setting: Setting, library: str) -> dict[str, float]:
     calls: Any = importlib.import_module("tests.nullgpu.calls")
     torch.cuda.set_device(0)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    ranks = 1 if library == "unsharded" else setting.ranks
+    ranks = setting.tensor_parallel if library == "unsharded" else setting.ranks
     dist.init_process_group("nccl", rank=0, world_size=ranks, store=dist.HashStore())
     began = time.process_time()
     model = build(setting, library)
@@ -197,7 +202,7 @@ def measure(setting: Setting, library: str) -> dict[str, float]:
 
 
 def run(setting: Setting, library: str) -> dict[str, float]:
-    """Measure in a process of its own."""
+    """Return what one process of its own measures."""
     given = null.environment() | {"PYTHONPATH": str(ROOT)}
     if setting.expandable:
         given["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -210,9 +215,12 @@ def run(setting: Setting, library: str) -> dict[str, float]:
 
 
 def rows_of(setting: Setting) -> list[Row]:
-    """Measure both libraries and the model without sharding, and compare."""
-    found = {library: run(setting, library) for library in LIBRARIES}
-    ours, theirs, alone = (found[library] for library in LIBRARIES)
+    """Measure both libraries and the model without sharding, and compare: the median of each figure."""
+    rounds = [{library: run(setting, library) for library in LIBRARIES} for _ in range(ROUNDS)]
+    ours, theirs, alone = (
+        {figure: median([found[library][figure] for found in rounds]) for figure in rounds[0][library]}
+        for library in LIBRARIES
+    )
 
     def row(figure: str, unit: str, limit: float | None = None, note: str = "", less: bool = False) -> Row:
         own, other = (side[figure] - (alone[figure] if less else 0.0) for side in (ours, theirs))
@@ -220,8 +228,7 @@ def rows_of(setting: Setting) -> list[Row]:
 
     pools = " + ".join(f"{ours[f'pool {i}']:.2f}" for i in range(int(ours["pools"])))
     rows = [row("live", "blocks", 1.0), row("reserved", "blocks", 1.0, f"pools with the shards: {pools}")]
-    if setting.kind != "compiled":
-        rows += [row("calls", "per block", 1.0, less=True), row("host ms", "per block", less=True)]
+    rows += [row("calls", "per block", 1.0, less=True), row("host ms", "per block", less=True)]
     rows += [row("first step ms", "ms"), *(row(name, "per block", less=name == "kernels") for name in COUNTED)]
     return rows
 

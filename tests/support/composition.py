@@ -59,7 +59,6 @@ FEATURES = {
 """The features by name and what is meant, in the order of the matrix."""
 
 OUT_OF_REACH = (
-    "tensor parallel",
     "sequence parallel",
     "loss parallel",
     "named dimensions",
@@ -68,12 +67,8 @@ OUT_OF_REACH = (
     "context parallel",
     "pipeline",
     "zero bubble",
-    "compile",
     "Muon",
-    "sent in backward",
-    "kept by owners",
     "optimizer in backward",
-    "GradScaler",
     "saved elsewhere",
     "async save",
 )

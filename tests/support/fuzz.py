@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim.swa_utils import AveragedModel
 
 import fsdp2
@@ -45,7 +48,8 @@ class Fuzz:
     """A plan, and steps: the name of a method of ``Execution`` and its arguments.
 
     ``store``: where ranks compare themselves. ``early``: the optimizer is built before the model is sharded.
-    ``optimizer``: a key of ``OPTIMIZERS``, or plain SGD. ``host``: its state is kept on the host.
+    ``optimizer``: a key of ``OPTIMIZERS``, or plain SGD. ``host``: its state is kept on the host. ``whole``: a key of
+    ``WHOLE`` if it steps on whole parameters. ``scaled``: losses are scaled.
     """
 
     plan: Plan
@@ -54,6 +58,8 @@ class Fuzz:
     early: bool = False
     optimizer: str = ""
     host: bool = False
+    whole: str = ""
+    scaled: bool = False
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -63,6 +69,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 """Beside plain SGD. A large ``eps`` lets small gradients make small steps, so errors stay as small as they are."""
 
+WHOLE: dict[str, dict[str, bool]] = {
+    "at the step": {},
+    "in backward": {"overlap_backward": True},
+    "kept": {"keep_full_params": True},
+    "kept and in backward": {"overlap_backward": True, "keep_full_params": True},
+}
+"""Options with which each parameter is stepped on by one rank."""
 
 number, truth = st.integers(0, 5), st.booleans()
 ORDINARY_STEPS: dict[str, st.SearchStrategy[Any]] = {
@@ -78,6 +91,7 @@ ORDINARY_STEPS: dict[str, st.SearchStrategy[Any]] = {
     "freeze": st.tuples(number, truth, st.just(True)),
     "state_dict": st.just(()),
     "reload": st.just(()),
+    "restore": st.tuples(st.sampled_from(["files", "whole"])),
     "update": st.just((True,)),
 }
 STEPS: dict[str, st.SearchStrategy[Any]] = {
@@ -107,7 +121,7 @@ THEMES: dict[str, list[str]] = {
     "anything": [*STEPS],
     "gradients": ["sync", "sync_unit", "all_reduce", "freeze", "update"],
     "sums that wait": ["all_reduce", "freeze"],
-    "copies": ["twin", "average", "state_dict", "reload", "send", "sync"],
+    "copies": ["twin", "average", "state_dict", "reload", "send", "sync", "restore"],
     "memory": [
         "after_forward",
         "after_backward",
@@ -143,7 +157,9 @@ def programs(draw: st.DrawFn, *, ordinary: bool = False) -> Fuzz:
         return Fuzz(plan, steps)
     store = draw(st.sampled_from(["pool", "pool", *STORES]))
     kind = draw(st.sampled_from(["", *OPTIMIZERS]))
-    return Fuzz(plan, steps, store, early=draw(truth), optimizer=kind, host=draw(truth))
+    how = {"host": True, "whole": draw(st.sampled_from([*WHOLE]))}
+    chosen = {name: how[name] for name in draw(some_of(how, 0, 2))}
+    return Fuzz(plan, steps, store, early=draw(truth), optimizer=kind, scaled=draw(truth), **chosen)
 
 
 @dataclass
@@ -161,22 +177,27 @@ class Execution:
         self.plan = self.program.plan
         self.model: Any = self.plan.build(self.world)
         self.case = Case(self.plan.build, rows(WIDTH, grad=self.plan.input_needs_grad))
-        self.parts = range(self.world) if self.fsdp is None else [self.rank]
+        across = self.plan.across(self.world)
+        self.count = self.world // across  # of ranks with rows of their own
+        self.parts = range(self.count) if self.fsdp is None else [self.rank // across]
         if self.fsdp is not None and self.plan.experts:
             name = expert_of(self.rank, self.world)
             self.model.experts = nn.ModuleDict({name: self.model.experts[name]})
-        if self.program.early:
+        early = self.program.early and across == 1  # parallelize_module replaces parameters unseen by the optimizer
+        if early:
             self.optimizer = self.make_optimizer()
         if self.fsdp is not None:
             self.plan.shard(self.model, self.fsdp)
             if self.is_ours:
                 self.model.set_transfer_sizes(**TRANSFERS[self.plan.transfer])
-        if not self.program.early:
+        if not early:
             self.optimizer = self.make_optimizer()
         self.sender = fsdp2.WeightSender(self.model, delta=True) if self.is_ours else None
         self.engine = fsdp2.WeightReceiver()
         scheduled = self.program.optimizer == "scheduled"
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5) if scheduled else None
+        scaler = fsdp2.ShardedGradScaler if self.is_ours else torch.amp.GradScaler
+        self.scaler = scaler("cpu", init_scale=8.0, growth_interval=2, enabled=self.program.scaled)
         self.divide(self.model)
         for tree in (self.model.tree, *trees(self.model)):
             tree.alone = self.fsdp is None
@@ -205,6 +226,8 @@ class Execution:
         """Return the optimizer of the model as it is now."""
         make = OPTIMIZERS.get(self.program.optimizer, OPTIMIZERS["scheduled"])
         optimizer = make(self.model.parameters())
+        if self.is_ours and self.program.whole:
+            optimizer = fsdp2.use_full_params(optimizer, **WHOLE[self.program.whole])
         return fsdp2.offload_optimizer_state(optimizer) if self.is_ours and self.program.host else optimizer
 
     def divide(self, model: nn.Module) -> None:
@@ -218,7 +241,7 @@ class Execution:
 
     def inputs(self, batch: int, part: int) -> tuple[Any, ...]:
         """Return the rows of one rank."""
-        return rows_of(self.case.inputs(batch), part, self.world)
+        return rows_of(self.case.inputs(batch), part, self.count)
 
     def output(self, module: nn.Module, inputs: tuple[Any, ...], part: int) -> Any:
         """Return what a module returns on one rank, cast as the policy says."""
@@ -240,7 +263,7 @@ class Execution:
         # Of a layer that runs twice: gradients that accumulate unreduced are added in the reduce dtype.
         in_order = plan.is_simple and not plan.caches
         in_order = in_order and not any(node.children or node.kind == "twice" for node in plan.all_nodes())
-        few_bits = plan.policy == "low" and (self.stepped or not in_order)
+        few_bits = plan.policy == "low" and (self.stepped or not in_order or plan.across(self.world) > 1)
         amplified = self.stepped and sum(node.kind == "large" for node in plan.all_nodes()) > 1
         self.allowed.append(ROUNDED if few_bits else AMPLIFIED if amplified else EXACT)
 
@@ -265,6 +288,11 @@ class Execution:
             if any(not hasattr(p, "placements") for p in part.parameters()) and not any(n.reads for n in nodes):
                 self.late.append(part.node.kind)
 
+    def back(self, loss: Tensor, retain: bool = False) -> None:
+        """Go back from a loss."""
+        self.scaler.scale(loss).backward(retain_graph=retain)
+        self.unreduced |= bool(self.held)
+
     # ---- steps ----
 
     def forward(self, batch: int) -> None:
@@ -279,13 +307,11 @@ class Execution:
             # torch allows one backward through what a selective checkpoint has recomputed.
             retain = retain and not any(node.recompute == "selective" for node in self.plan.all_nodes())
             loss = self.pending[index] if retain else self.pending.pop(index)
-            loss.backward(retain_graph=retain)
-            self.unreduced |= bool(self.held)
+            self.back(loss, retain)
 
     def train(self, batch: int) -> None:
         """Forward and backward at once."""
-        self.loss(batch).backward()
-        self.unreduced |= bool(self.held)
+        self.back(self.loss(batch))
 
     def evaluate(self, mode: str) -> None:
         """Forward without gradients."""
@@ -367,8 +393,7 @@ class Execution:
             loss = self.mean(loss_of(self.output(module, self.inputs(batch, part), part)) for part in self.parts)
             self.note("loss of a part", loss)
             if loss.requires_grad:
-                loss.backward()
-                self.unreduced |= bool(self.held)
+                self.back(loss)
 
     def input_gradient(self, batch: int) -> None:
         """Ask for the gradient of the input alone."""
@@ -398,9 +423,8 @@ class Execution:
         frees, self.frees = self.frees, False  # a backward that is differentiated keeps what it saved
         loss = self.mean(map(penalised, self.parts))
         self.note("penalised loss", loss)
-        loss.backward()
+        self.back(loss)
         self.frees = frees
-        self.unreduced |= bool(self.held)
 
     def uneven(self, batch: int) -> None:
         """Train on micro-batches whose number differs between ranks; only the last one communicates.
@@ -428,7 +452,7 @@ class Execution:
                     root.set_requires_gradient_sync(micro + 1 == count)
                 loss = loss_of(self.output(self.model, self.inputs(batch + micro, part), part)) / len(counts)
                 total += loss.detach()
-                loss.backward()
+                self.back(loss)
         self.note("loss of micro-batches", total)
         self.after_forward(True)
         self.after_backward(True)
@@ -483,6 +507,15 @@ class Execution:
         leaves = [module for module in self.model.tree.modules() if not list(module.children())]
         return leaves[index % len(leaves)]
 
+    @contextlib.contextmanager
+    def hooked(self, handle: Any) -> Iterator[None]:
+        """Have a module's hook inside the block. Dynamo does not look for new ones, so it compiles again."""
+        forget = torch._dynamo.reset if self.plan.compiled else lambda: None
+        forget()
+        yield
+        handle.remove()
+        forget()
+
     def stumble(self, index: int, batch: int, interrupt: bool, reset: bool) -> None:
         """Catch an error or an interrupt from the middle of a forward, and go on, perhaps after a reset."""
         trouble = KeyboardInterrupt if interrupt else KeyError
@@ -492,11 +525,10 @@ class Execution:
         def stop(*unused: object) -> None:
             raise trouble
 
-        handle = self.leaf(index).register_forward_pre_hook(stop)
-        for part in self.parts:
-            with contextlib.suppress(trouble):
-                self.output(self.model, self.inputs(batch, part), part)
-        handle.remove()
+        with self.hooked(self.leaf(index).register_forward_pre_hook(stop)):
+            for part in self.parts:
+                with contextlib.suppress(trouble):
+                    self.output(self.model, self.inputs(batch, part), part)
         if reset:
             self.reset()
 
@@ -515,11 +547,10 @@ class Execution:
             if first_tensor(output).requires_grad:
                 first_tensor(output).register_hook(stop)
 
-        handle, ended = self.leaf(index).register_forward_hook(watch), False
-        with contextlib.suppress(trouble):
+        ended = False
+        with self.hooked(self.leaf(index).register_forward_hook(watch)), contextlib.suppress(trouble):
             self.train(batch)
             ended = True
-        handle.remove()
         self.note("backward ended", torch.tensor(float(ended)))
         if ended:
             return
@@ -527,7 +558,7 @@ class Execution:
         asked = True
         if self.units and not reset:
             try:
-                self.output(self.model, self.inputs(batch, self.rank), self.rank)
+                self.output(self.model, self.inputs(batch, self.parts[0]), self.parts[0])
                 asked = False
             except RuntimeError as error:
                 asked = "reset_iter_state" in str(error)
@@ -542,15 +573,46 @@ class Execution:
             if self.fsdp is not None and self.rank == index % self.world:
                 time.sleep(SLOW_SECONDS)
 
-        handle = self.leaf(index).register_forward_pre_hook(wait)
-        self.train(batch)
-        handle.remove()
+        with self.hooked(self.leaf(index).register_forward_pre_hook(wait)):
+            self.train(batch)
 
     def reload(self) -> None:
         """Load values made of the present ones, after which earlier losses are not to be used."""
         self.update(True)
         state = {n: v * 0.9 if v.is_floating_point() else v.clone() for n, v in self.model.state_dict().items()}
         self.model.load_state_dict(state)
+
+    def restore(self, how: str) -> None:
+        """Save model and optimizer, train for a step, and load what was saved.
+
+        An optimizer that has not stepped yet has no state, and torch makes one that counts a step.
+        """
+        self.sync(True)
+        self.train(6)
+        self.update(True)
+        if self.fsdp is None:
+            state = copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
+        elif how == "whole" and not self.plan.experts:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            state = copy.deepcopy(get_state_dict(self.model, self.optimizer, options=options))
+        else:
+            options = StateDictOptions()
+            state = get_state_dict(self.model, self.optimizer, options=options)
+            path = [tempfile.mkdtemp()]
+            dist.broadcast_object_list(path)
+            dcp.save(dict(zip("mo", state)), checkpoint_id=path[0])
+        self.train(8)
+        self.update(True)
+        if self.fsdp is None:
+            self.model.load_state_dict(state[0])
+            self.optimizer.load_state_dict(state[1])
+            return
+        if not (how == "whole" and not self.plan.experts):
+            state = get_state_dict(self.model, self.optimizer, options=options)
+            dcp.load(dict(zip("mo", state)), checkpoint_id=path[0])
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options
+        )
 
     def sleep(self) -> None:
         """Move the model to where it is."""
@@ -585,12 +647,19 @@ class Execution:
             self.train(5)
             self.unreduced = False
         self.pending.clear()
+        has_gradients = any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"])
         if tidy:
+            if has_gradients:
+                self.scaler.unscale_(self.optimizer)
             self.record()
             clip = self.fsdp.clip_grad_norm_ if self.is_ours else torch.nn.utils.clip_grad_norm_
             norm = clip(self.optimizer.param_groups[0]["params"], 5.0)
             self.note("norm", full(norm), mean=False)
-        self.optimizer.step()
+        if has_gradients:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
         self.stepped = True

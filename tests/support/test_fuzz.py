@@ -16,6 +16,7 @@ from tests.support.docs import script
 
 EXCLUSIVE = [
     {"hybrid sharding", "over replicas"},
+    {"experts", "tensor parallel"},
     {"reshard to int", "over replicas"},
     {"SGD", "Adam"},
     {"Adam", "LR schedule"},
@@ -50,6 +51,8 @@ IN_REACH: dict[str, Callable[[fuzz.Fuzz], bool]] = {
     "uneven": lambda program: bool(kinds(program) & {"uneven", "single", "norm", "odd"}),
     "shard dim": lambda program: program.plan.placement != "first",
     "experts": lambda program: program.plan.experts,
+    "tensor parallel": lambda program: program.plan.across(4) > 1,
+    "compile": lambda program: bool(program.plan.compiled) and any(node.unit for node in program.plan.all_nodes()),
     "divide factor": lambda program: program.plan.divide,
     "deterministic reduction": lambda program: program.plan.deterministic,
     "reshard to int": reshards_to_int,
@@ -64,6 +67,9 @@ IN_REACH: dict[str, Callable[[fuzz.Fuzz], bool]] = {
     "SGD": lambda program: not program.optimizer.startswith("Adam"),
     "Adam": lambda program: program.optimizer.startswith("Adam"),
     "state on the host": lambda program: program.host,
+    "sent in backward": lambda program: "in backward" in program.whole,
+    "kept by owners": lambda program: "kept" in program.whole,
+    "GradScaler": lambda program: program.scaled,
     "LR schedule": lambda program: program.optimizer == "scheduled",
     "averaged model": lambda program: "average" in steps(program),
     "clipping": lambda program: True,

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.models import Listed, Odd, Tied, Transposed, mlp
@@ -148,6 +149,12 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "reads": Reads,
     "empty": nn.Tanh,
 }
+ACROSS: dict[str, Any] = {
+    "linear": ColwiseParallel(output_layouts=Replicate()),
+    "wide": {"0": ColwiseParallel(), "2": RowwiseParallel()},
+    "large": {"0": ColwiseParallel(), "2": RowwiseParallel()},
+}
+"""How kinds of leaves are cut over ranks that have the same rows."""
 CACHING = {"keeps", "keeps aside", "reads"}
 """Kinds that are given the cache."""
 MAY_CHANGE = {"linear", "wide", "uneven", "norm", "frozen", "tied", "view", "dict", "object"}
@@ -291,7 +298,8 @@ class Plan:
     parameters. ``caches``: units are given a cache. ``experts``: ranks have experts on meshes of their own, under names
     of their own. ``last``: the last layer is a unit of its own, so the root has no parameters where every part is in a
     unit. ``divide``: sums of gradients are divided by twice as much as for their mean. ``deterministic``: gradients are
-    summed in one order of ranks.
+    summed in one order of ranks. ``tensor_parallel``: linear layers are cut over pairs of ranks, which have the same
+    rows; not with experts. ``compiled``: parts that are units are, with one of Dynamo's backends.
     """
 
     nodes: tuple[Node, ...]
@@ -307,6 +315,12 @@ class Plan:
     last: bool = False
     divide: bool = False
     deterministic: bool = False
+    tensor_parallel: bool = False
+    compiled: str = ""
+
+    def across(self, world: int) -> int:
+        """Return over how many of so many ranks linear layers are cut."""
+        return halves(world) if self.tensor_parallel and not self.experts else 1
 
     @property
     def is_simple(self) -> bool:
@@ -334,11 +348,28 @@ class Plan:
 
     def shard(self, model: Root, fsdp: Any) -> None:
         """Shard units from the inside out, and the root; of the experts this rank keeps its own."""
-        world = dist.get_world_size()
-        mesh = mesh_1d()
+        across = self.across(dist.get_world_size())
+        world = dist.get_world_size() // across  # ranks with rows of their own
+        sizes, names = [world], ["shard"]
         if self.mesh != "flat":
             copies = world if self.mesh == "copies" else halves(world)
-            mesh = mesh_of(copies, world // copies, names=("replicate", "shard"))
+            sizes, names = [copies, world // copies], ["replicate", "shard"]
+        if across > 1:
+            pairs = mesh_of(*sizes, across, names=[*names, "across"])
+            mesh = pairs[tuple(names)]
+            for tree in trees(model):
+                plan = ACROSS.get(tree.node.kind)
+                if plan is not None and tree.inner is not None and not any(node.ties for node in self.all_nodes()):
+                    parallelize_module(tree.inner, pairs["across"], plan)
+        else:
+            mesh = mesh_of(*sizes, names=names) if self.mesh != "flat" else mesh_1d()
+        if self.compiled:
+            # Of results that nothing uses, a graph of AOTAutograd has zeros as gradients.
+            backend = "eager" if self.caches else self.compiled
+            torch._dynamo.reset()
+            for tree in trees(model):
+                if tree.node.unit:
+                    tree.compile(backend=backend)
         options = {
             "mesh": mesh,
             "mp_policy": POLICIES[self.policy],
@@ -422,6 +453,8 @@ PLAN_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "experts": st.just(True),
     "divide": st.just(True),
     "deterministic": st.just(True),
+    "tensor_parallel": st.just(True),
+    "compiled": st.sampled_from(["eager", "aot_eager"]),
 }
 ORDINARY_PLAN: dict[str, st.SearchStrategy[Any]] = {
     "root_reshard": st.sampled_from([None, True, False]),

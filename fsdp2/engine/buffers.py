@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,7 +18,7 @@ from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_portions
 from fsdp2.engine.formats import ENCODED, digest
 from fsdp2.engine.options import GroupOptions
-from fsdp2.engine.param import FSDPParam, copy_of, have_locals, show
+from fsdp2.engine.param import FSDPParam, Shown, copy_of, have_locals, show
 from fsdp2.engine.portions import Portions, portion_items
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
@@ -149,6 +149,18 @@ class ShardStore:
         """Return the transfer sizes of gathers. For a custom all-gather, which has its own memory, all is packed."""
         return options.sizes if options.custom_gather is None else _PACK_ALL
 
+    # ---- what modules show ----
+
+    def show(self, params: Iterable[FSDPParam], which: Shown, *, over_others: bool = False) -> None:
+        """Make the modules show one of the tensors of each of ``params``, and follow changes of their requires_grad."""
+        if show(params, which, over_others=over_others):
+            self.note_change()
+
+    def follow_requires_grad(self) -> None:
+        """Carry changes of requires_grad from the tensors that the modules show to the others."""
+        if any([param.sync_requires_grad() for param in self.params]):
+            self.note_change()
+
     # ---- shards ----
 
     def adopt(self, before_writing: Callable[[], object], *, lasting: bool = False) -> bool:
@@ -167,7 +179,7 @@ class ShardStore:
                 # Somebody put other values there for one call, and restored what it had found, which has no memory now.
                 shown = param.own
             if shown is param.sharded and param.local is placed:
-                show([param], "shards")
+                self.show([param], "shards")
                 continue
             _check_replacement(param, shown)
             replaced |= shown is not param.sharded
@@ -177,7 +189,7 @@ class ShardStore:
                 # does the same for a DTensor that was replaced.
                 placed.data = placed.detach().clone()
             param.adopt_shard(shown, lasting=lasting)  # type: ignore[arg-type]  # just checked
-            show([param], "shards", over_others=True)  # on all modules that it is tied to
+            self.show([param], "shards", over_others=True)  # on all modules that it is tied to
             changed = True
         if changed:
             before_writing()

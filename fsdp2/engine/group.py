@@ -197,8 +197,8 @@ class FSDPParamGroup:
         """Show full parameters, and follow changes of requires_grad that somebody made on those that were shown."""
         already = self.residency.is_full
         self.unshard_now(launch, in_backward=in_backward)
-        if already and any([param.sync_requires_grad() for param in self.params]):  # else show() has looked for them
-            self.store.note_change()
+        if already:  # else showing them has done it
+            self.store.follow_requires_grad()
 
     # ---- state dicts ----
 

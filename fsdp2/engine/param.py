@@ -150,7 +150,7 @@ def shows(params: Iterable[FSDPParam], which: Shown) -> bool:
     return all([param.sites[0].shown is param.tensor(which) for param in params])
 
 
-def show(params: list[FSDPParam], which: Shown, *, over_others: bool = False) -> bool:
+def show(params: Iterable[FSDPParam], which: Shown, *, over_others: bool = False) -> bool:
     """Make the modules show one of the tensors of each parameter; return whether requires_grad of any changed.
 
     A tensor that somebody else has put on a module stays there, except with ``over_others``.

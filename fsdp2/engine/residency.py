@@ -34,7 +34,7 @@ from fsdp2.comm.context import CommContext
 from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.observer import Collective, Launch, ObservedGroup
-from fsdp2.engine.param import FSDPParam, Shown, show, shows
+from fsdp2.engine.param import FSDPParam, Shown, shows
 from fsdp2.engine.stamp import Stamp
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import AllGather
@@ -98,7 +98,7 @@ class Residency:
         # While a forward with gradients runs: the generation of the full parameters before it, and their versions.
         self._before_forward: tuple[int, list[int]] | None = None
         self._forget_memory()
-        show(store.params, "shards", over_others=True)
+        store.show(store.params, "shards", over_others=True)
 
     def _forget_memory(self) -> None:
         """Know nothing of what was in memory, which is freed."""
@@ -539,8 +539,7 @@ class Residency:
     def show(self, which: Shown) -> None:
         """Make the modules show these tensors."""
         self.shown = which
-        if show(self.store.params, which):
-            self.store.note_change()
+        self.store.show(self.store.params, which)
 
     def show_shards(self) -> None:
         """Make the modules show shards and free nothing.
@@ -583,8 +582,7 @@ class Residency:
         finally:
             for param in params:
                 self.summoned.pop(param, None)
-            if show(list(params), "shards", over_others=True):
-                self.store.note_change()
+            self.store.show(params, "shards", over_others=True)
             self.shown = "shards"
             self.show_memory()
         if not self.summoned and not extended.isdisjoint(values):

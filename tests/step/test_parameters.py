@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import parametrize
 
+import fsdp2
 from tests.support import api
 from tests.support.cases import (
     CASES,
@@ -174,6 +176,41 @@ def test_requires_grad_changed_between_forward_and_backward(rank, world, reshard
             output.square().sum().backward()
             layer.weight.requires_grad_(True)
         assert_gradients(module, alone, step)
+        for one in (module, alone):
+            one.zero_grad()
+
+
+LOOKS = {
+    "reset_iter_state": lambda module: module.reset_iter_state(),
+    "to": lambda module: module.to("cpu"),
+    "state_dict": lambda module: module.state_dict(),
+    "deepcopy": lambda module: copy.deepcopy(module)(torch.ones(2, 4)),
+    "summon": lambda module: summon(module),
+}
+
+
+def summon(module):
+    """Look at full parameters."""
+    with fsdp2.summon_full_params(module):
+        pass
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("freeze", [True, False])
+def test_requires_grad_changed_before_shards_are_looked_at(rank, world, look, layers, freeze):
+    """Adapters are trained first and the rest later. Where ``reset_iter_state()`` saw the change before a forward did,
+    gradients were sent as planned before: weights were freed that backward still had to read."""
+    module, alone = beside_one_process(partial(stack, 4), lambda module: [])
+    for change in (freeze, not freeze, freeze):
+        for one in (module, alone):
+            one[:layers].requires_grad_(change)
+        LOOKS[look](module)
+        for one in (module, alone):
+            one(torch.ones(2, 4)).square().sum().backward()
+        assert_gradients(module, alone)
         for one in (module, alone):
             one.zero_grad()
 

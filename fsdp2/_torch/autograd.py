@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.autograd import Variable
+
+# The transforms of torch.func refuse requires_grad_ in the whole thread; nothing public allows it for a while.
+from torch._C import _functorch
+from torch.autograd import Variable, forward_ad
 
 __all__ = [
     "accumulate_grad_node",
@@ -19,10 +22,12 @@ __all__ = [
     "gradient_hooks",
     "graph_task_id",
     "have_gradient_hooks",
+    "lasting_tensors",
     "node_sequence_number",
     "profiler_running",
     "queue_end_of_backward",
     "share_gradient_hooks",
+    "tangents_of",
     "view_base",
     "will_accumulate",
     "without_functorch",
@@ -122,6 +127,35 @@ functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 # A context that disables these transforms, so that tensors made in it are plain.
 without_functorch: Callable[[], AbstractContextManager[None]] = torch._C._DisableFuncTorch
+
+
+@contextmanager
+def lasting_tensors() -> Iterator[None]:
+    """Make tensors that outlive the call in which they are made: the modes of that call must leave no mark on them.
+
+    They are no inference tensors, no wrappers of ``torch.func``, which have no storage, and have no graph. They may be
+    parameters: DTensors become that by ``requires_grad_``, which the transforms refuse even while they are disabled.
+    """
+    allowed = _functorch.get_inplace_requires_grad_allowed()
+    with torch.inference_mode(False), torch.no_grad(), without_functorch():
+        _functorch.set_inplace_requires_grad_allowed(True)
+        try:
+            yield
+        finally:
+            _functorch.set_inplace_requires_grad_allowed(allowed)
+
+
+def tangents_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tangents of dual numbers among ``tensors``. A tangent has a graph of its own.
+
+    There are none inside transforms of ``torch.func``, which wrap both in one tensor. The level is private, and spares
+    a call for each tensor outside of ``torch.autograd.forward_ad.dual_level``.
+    """
+    if forward_ad._current_level < 0 or functorch_active():
+        return []
+    tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in tensors]
+    return [tangent for tangent in tangents if tangent is not None]
+
 
 # True while a profiler runs. Profiler ranges cost microseconds each, so they are opened only then.
 profiler_running: Callable[[], bool] = torch.autograd._profiler_enabled

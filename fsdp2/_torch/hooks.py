@@ -10,11 +10,15 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint as checkpointing
 
+# The mode of ``allow_mutation_on_saved_tensors``, which nothing public tells of.
+from torch.autograd.graph import _CloneArgBeforeMutateMode
+
 # Public functions enter and leave modes, but cannot remove one for a while.
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 __all__ = [
     "TorchDispatchMode",
+    "clones_before_writes",
     "dispatch_modes",
     "dynamo_is_tracing",
     "makes_view",
@@ -87,6 +91,15 @@ def outside_dynamo_and_modes(outer: Callable[[Any], int]) -> Callable[[_M], _M]:
         return outside_dynamo(method, hidden)
 
     return decorate
+
+
+def clones_before_writes() -> bool:
+    """Return True inside ``torch.autograd.graph.allow_mutation_on_saved_tensors``.
+
+    When memory is written, it clones what autograd has saved at that address, a full parameter that was freed included.
+    """
+    stack = _get_current_dispatch_mode_stack() if dispatch_modes() else []
+    return any([isinstance(mode, _CloneArgBeforeMutateMode) for mode in stack])
 
 
 def dynamo_is_tracing() -> bool:

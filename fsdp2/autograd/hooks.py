@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch.autograd import functorch_active, gradient_hook_tables, view_base
+from fsdp2._torch.autograd import functorch_active, gradient_hook_tables, tangents_of, view_base
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.optimizers import put_first_after_step
 from fsdp2._torch.tensors import AsyncCollectiveTensor, uncount_write
@@ -254,10 +254,12 @@ def watch_inputs(
     A single input becomes a view with a hook on its node, so that the module may still change it in place. Several go
     through one autograd function, because its backward runs only when all gradients are there. So does a single input
     that a collective is still writing.
+
+    Nothing is watched if an input is no strided tensor, which has no views, and which no autograd function can return;
+    nor if one is a dual number, whose tangent has a graph of its own.
     """
-    for tensor in inputs:
-        if tensor.layout is not torch.strided:  # such a tensor has no views, and no autograd function can return it
-            return inputs, None
+    if any([tensor.layout is not torch.strided for tensor in inputs]) or tangents_of(inputs):
+        return inputs, None
     if len(inputs) == 1 and not isinstance(inputs[0], AsyncCollectiveTensor):
         view = inputs[0].view_as(inputs[0])
         if view.grad_fn is not None:  # None under torch.func, where the node cannot be reached
@@ -370,11 +372,13 @@ def watch_outputs(
     A hook on a view is lost if the view is changed in place afterwards, because autograd then goes through its base.
     The base is therefore watched too if the module made it, that is, if its node is not older than ``since``.
 
+    Backward may also enter through the tangent of a dual number (``torch.autograd.forward_ad``).
+
     Inside a transform of ``torch.func``, ``requires_grad`` is False although a backward outside of the transform may
     reach the tensors. They are replaced by outputs of a node that calls ``starting`` in backward.
     """
     watched = False
-    for tensor in tensors:
+    for tensor in [*tensors, *tangents_of(tensors)]:
         if not tensor.requires_grad:
             continue
         watched = True

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._naming import class_name
-from fsdp2._torch.autograd import functorch_active
+from fsdp2._torch.autograd import functorch_active, lasting_tensors
 from fsdp2._torch.tensors import address_of, set_versions, storages_of, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.pieces import part_of
@@ -282,7 +282,7 @@ class ShardStore:
         if any(piece.is_meta for piece in pieces):
             plain, own = [], list(zip(self.params, pieces))
         device = self.mesh.device
-        with torch.inference_mode(False), torch.no_grad():
+        with lasting_tensors():
             for param, piece in own:
                 if param.sharded is None or piece.is_meta or piece is not param.local:
                     where = "cpu" if self.offloads and not piece.is_meta and param.sharded is None else piece.device
@@ -337,12 +337,12 @@ class ShardStore:
         assert self._plan is not None and self._flat is not None
         self._check_on_host()  # the shards may have been moved since the first forward
         plan, source, items = self._plan, self._flat, self._gathered_items
-        with torch.inference_mode(False), torch.no_grad():
+        with lasting_tensors():
             if self.mesh.has_portions:
                 sizes = self._sizes(self.options)
                 self.portions = Portions(source, self._items, plan, items, sizes, self.mesh, lanes.replicate)
                 plan, source = self.portions.plan, self.portions.bytes
-        with torch.inference_mode(False), torch.no_grad(), lanes.gather.after():
+        with lasting_tensors(), lanes.gather.after():
             self._full_buffer = Buffer(plan.full_bytes, self.mesh.device)
             self.gather_buffers = GatherBuffers(items, plan, source, self._full_buffer)
             self._plain_fulls = []
@@ -405,7 +405,7 @@ class ShardStore:
         """Return the group's pieces over ``size`` ranks; full parameters must be in memory."""
         if self._subgroup is None or self._subgroup.axis.size != size:
             assert self.gather_buffers is not None
-            with torch.inference_mode(False), torch.no_grad():
+            with lasting_tensors():
                 sizes = self._sizes(self.options)
                 self._subgroup = SubgroupShards(
                     self._plain, self.gather_buffers, self._plain_fulls, self.mesh, size, sizes

@@ -118,7 +118,7 @@ def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGrou
     finder = SiteFinder()
     found: dict[FSDPParamGroup, FSDPState] = {}
     for inner in module.modules():
-        for name in inner._parameters:
+        for name, _ in inner._parameters.items():
             param = finder.find(Site(inner, name))
             unit = None if param is None else get_state(param.group.modules[0])
             if param is not None and unit is not None:

@@ -74,7 +74,10 @@ class Site(NamedTuple):
     @property
     def shown(self) -> nn.Parameter | None:
         """The parameter that ``module.name`` is now, or None."""
-        return self.module._parameters.get(self.name)
+        try:
+            return self.module._parameters[self.name]
+        except KeyError:  # not ``get``, which those of a scripted module lack
+            return None
 
     def show(self, param: nn.Parameter) -> None:
         """Make ``module.name`` be ``param``."""

@@ -463,6 +463,7 @@ class Residency:
         elif stays is Level.SHARDS and self.in_memory:
             self._free()
 
+    @_trace.profiled("reshard")
     def _lower_to_pieces(self, ranks: int) -> None:
         if self.kept is Level.PIECES and self._pieces is not None:
             self._drop_gather()  # back to the pieces that it reads

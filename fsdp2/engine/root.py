@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _trace
-from fsdp2._torch.hooks import outside_dynamo
+from fsdp2._torch.hooks import clones_before_writes, outside_dynamo
 from fsdp2.autograd.hooks import ChildList
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
@@ -95,7 +95,8 @@ class RootContext(Generic[U]):
     def _name_groups(self, module: nn.Module) -> None:
         """Name groups and their parameters as ``module``, the root's, names them."""
         # By place, not by parameter: somebody may have put others there (functional_call does).
-        sites = [(Site(inner, name), prefix) for prefix, inner in module.named_modules() for name in inner._parameters]
+        modules = module.named_modules()
+        sites = [(Site(inner, name), prefix) for prefix, inner in modules for name, _ in inner._parameters.items()]
         names = {site: (i, f"{prefix}.{site.name}".lstrip(".")) for i, (site, prefix) in enumerate(sites)}
         self._ends_wide = self._last_matrix_widens([site for site, _ in sites])
         for unit, group in [(owner, driven) for owner in self.all_states for driven in owner.groups]:
@@ -204,8 +205,9 @@ class RootContext(Generic[U]):
         """Return the forward pass that ``unit`` enters: the one that runs, or a new one in which it is the outermost.
 
         Raises:
-            RuntimeError: an earlier backward raised and was not followed by ``reset_iter_state``, or gradients that
-                ``finalize_backward`` started to reduce were not waited for.
+            RuntimeError: an earlier backward raised and was not followed by ``reset_iter_state``, gradients that
+                ``finalize_backward`` started to reduce were not waited for, or saved tensors may be read when they are
+                freed.
         """
         earlier = self.forward
         # The unit that began the pass, or the root, called again: an interrupt has left that pass. (A call of a module
@@ -213,6 +215,7 @@ class RootContext(Generic[U]):
         if earlier is not None and earlier.outermost is not unit and self.all_states[0] is not unit:
             return earlier
         self._check_last_iteration_ended()
+        self._check_saved_tensors_stay()
         alone, kind = self.runs_alone, kind_of_forward()
         if not self._compared:
             self.observe(None, kind)
@@ -279,6 +282,18 @@ class RootContext(Generic[U]):
                 "The previous gradient reduction must be waited on before forward: call wait() on what "
                 "finalize_backward(async_op=True) returned"
             )
+
+    def _check_saved_tensors_stay(self) -> None:
+        """Raise RuntimeError if what autograd saves of full parameters may be read when their memory is gone."""
+        if clones_before_writes() and torch.is_grad_enabled():
+            freed = next((group for group in self.groups if group.after_forward is not False), None)
+            if freed is not None:
+                raise RuntimeError(
+                    f"{freed.name or 'the root'}: forward inside torch.autograd.graph.allow_mutation_on_saved_tensors, "
+                    "which may copy saved full parameters when forward has freed them; expected units that stay in "
+                    "memory until backward. Call set_reshard_after_forward(False) on the root module before the "
+                    "forward, or clone what you change in place and leave that block"
+                )
 
     def _check_last_backward_ended(self, starts: str) -> None:
         inside = next((group for group in self.groups if group.phases.in_backward), None)

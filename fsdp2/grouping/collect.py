@@ -51,7 +51,8 @@ def collect(
     This is stage 1 of the life of a parameter (DESIGN.md). ``place`` then chooses how the parameter is cut.
 
     Raises:
-        ValueError: torch's own fully_shard manages a module below, or a lazy module has not made its parameters yet.
+        ValueError: torch's own fully_shard manages a module below, a lazy module has not made its parameters yet, or a
+            module is scripted.
     """
     modules = _managed_modules(roots, ignored_modules)
     prefixes = {module: name for root in roots for name, module in root.named_modules()}
@@ -71,6 +72,12 @@ def collect(
                 raise ValueError(
                     f"fully_shard: {full_name} of {class_name(module)} has no shape yet; expected a parameter that "
                     "can be cut. Run a forward of the model with a small input before fully_shard"
+                )
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"fully_shard: {full_name} belongs to a scripted or traced module, {class_name(module)}, which "
+                    "cannot show a shard in its place; expected an nn.Module. Call fully_shard on the module that was "
+                    "scripted instead of it, or leave its parameters alone: ignored_params=set(scripted.parameters())"
                 )
             entry = found.setdefault(param, Found(param, full_name, []))
             entry.sites.append(Site(module, name))

@@ -1162,3 +1162,30 @@ def a_tie_replaced_in_one_place(rank: int) -> Iterator[Callable[[], object]]:
     yield lambda: loss(module)
     module[1].weight = new
     goes_on(module)
+
+
+@remedy("memory until backward. Call set_reshard_after_forward(False) on the root module before the")
+def saved_tensors_that_may_be_mutated(rank: int) -> Iterator[Callable[[], object]]:
+    """Units stay in memory, so that nothing that is freed is copied; the gradients are those outside of the block."""
+    module = model()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        yield lambda: loss(module)
+        module.set_reshard_after_forward(False)
+        for _ in range(2):
+            loss(module).backward()
+    gradient = module[0].weight.grad.full_tensor()
+    module.zero_grad()
+    for _ in range(2):
+        loss(module).backward()
+    torch.testing.assert_close(module[0].weight.grad.full_tensor(), gradient)
+    goes_on(module)
+
+
+@remedy("cannot show a shard in its place; expected an nn.Module. Call fully_shard on the module that was")
+def a_scripted_module(rank: int) -> Iterator[Callable[[], object]]:
+    """The module that was scripted is sharded; or the parameters of the scripted one are left alone."""
+    plain, scripted = nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8))
+    module = nn.Sequential(nn.Linear(8, 8), scripted)
+    yield lambda: fully_shard(module, mesh=mesh_1d())
+    goes_on(fully_shard(nn.Sequential(nn.Linear(8, 8), plain), mesh=mesh_1d()))
+    goes_on(fully_shard(module, mesh=mesh_1d(), ignored_params=set(scripted.parameters())))

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from torch.distributed.tensor import Shard
 
+import fsdp2
 from tests.support.parity import mesh_1d, mesh_2d, mesh_of, shard_each, sharded, stack
+from tests.support.pool import on_ranks
 from tests.support.report import Accepted, Unhelpful, check, refused, report
 
 
@@ -103,6 +105,22 @@ def test_wrong_dtypes(rank, world, fsdp):
         for wrong in (torch.int8, "bfloat16"):
             policy = MixedPrecisionPolicy(**{name: wrong})
             refuses(fsdp, name, "floating-point", mp_policy=policy)
+
+
+@on_ranks(1, 2)
+def test_scripted(rank, world):
+    """``torch.jit.script`` keeps parameters where Python cannot replace them. The error came from torch's hooks, after
+    parameters were cut. It names the parameter, and its remedy works, as a scripted module without parameters does:
+    the first forward failed in "contains(): incompatible function arguments"."""
+    module = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Tanh()), torch.jit.script(nn.Linear(8, 8)))
+    refuses(fsdp2, "2.weight", "scripted", "ignored_params", module=module)
+    fsdp2.fully_shard(module, mesh=mesh_1d(), ignored_params=set(module[2].parameters()))
+    module(torch.ones(1, 8)).sum().backward()
+    check(module[2].weight.grad is not None, "the ignored weight has no gradient")
+    for kind in (StateDictType.SHARDED_STATE_DICT, StateDictType.FULL_STATE_DICT):
+        with fsdp2.state_dict_type(module, kind):
+            names = list(module.state_dict())
+        check(names == ["0.weight", "0.bias", "2.weight", "2.bias"], "the state dict lacks names")
 
 
 BOOL = "must be a bool, got"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from tests.support import api
 from tests.support.models import Block, mlp
-from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, trains_like_one_process
+from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, mesh_2d, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -51,6 +52,46 @@ def test_backward_through_a_jvp(rank, world, given, reshard):
         assert (sources[0] is None) == ("needing" not in given)
         torch.testing.assert_close(sources[0], sources[1])
         assert_gradients(module, alone)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("setup", ["pieces", "portions"])
+def test_memory_that_outlives_a_jvp(rank, world, setup):
+    """MeanFlow takes every forward inside ``torch.func.jvp``. What is made there for later uses (pieces that stay after
+    forward, portions) became functorch's wrappers: "Cannot access storage of TensorWrapper"."""
+    options = {
+        "pieces": lambda: {"mesh": mesh_1d(), "reshard_after_forward": 2},
+        "portions": lambda: {"mesh": mesh_2d(), "shard_over_replicas": True},
+    }
+    module, alone = beside_one_process(layers, **options[setup]())
+    inputs, tangent = torch.ones(2, 4), torch.full((2, 4), 0.5)
+    for _ in range(2):
+        for one in (alone, module):
+            output, out_tangent = torch.func.jvp(one, (inputs,), (tangent,))
+            (output - out_tangent.detach()).square().sum().backward()
+        assert_gradients(module, alone)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("entered", ["tangent", "both"])
+def test_backward_through_dual_numbers(rank, world, entered):
+    """The tangent of a dual number has a graph of its own, in which no hook was: a loss on it met freed weights, and
+    autograd said that they were modified by an inplace operation."""
+    module, alone = beside_one_process(layers)
+    inputs, tangent = torch.ones(2, 4), torch.full((2, 4), 0.5)
+    for _ in range(2):
+        for one in (alone, module):
+            with forward_ad.dual_level():
+                output, out_tangent = forward_ad.unpack_dual(one(forward_ad.make_dual(inputs, tangent)))
+                loss = out_tangent.square().sum()
+                (loss if entered == "tangent" else loss + output.square().sum()).backward()
+        for gradient in (parameter.grad for parameter in alone.parameters()):
+            assert entered == "tangent" or gradient is not None
+        if entered == "both":
+            assert_gradients(module, alone)
+        else:
+            got = [None if p.grad is None else p.grad.full_tensor() for p in module.parameters()]
+            torch.testing.assert_close(got, [p.grad for p in alone.parameters()])
 
 
 def penalized(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -409,6 +409,41 @@ def test_chunks_of_several_tensors_make_rows_padded_with_zeros_and_cast(dtype: t
     assert out.tolist() == [[1, 2, 3, 4, 1, 2], [5, 6, 7, 8, 3, 4], [9, 10, 0, 0, 5, 0], [0, 0, 0, 0, 0, 0]]
 
 
+@probes("lasting_tensors")
+def test_tensors_that_outlive_the_modes_around_them() -> None:
+    made = []
+
+    def function(x: Tensor) -> Tensor:
+        with _torch.lasting_tensors():
+            made.append(torch.ones(2).requires_grad_())
+        return 2 * x
+
+    torch.func.jvp(function, (torch.ones(2),), (torch.ones(2),))
+    with torch.inference_mode():
+        function(torch.ones(2))
+    for tensor in made:
+        assert tensor.untyped_storage().nbytes() == 8 and tensor.requires_grad and not tensor.is_inference()
+    with pytest.raises(RuntimeError, match="requires_grad_"):  # as before the block
+        torch.func.jvp(lambda x: torch.ones(2).requires_grad_() * x, (torch.ones(2),), (torch.ones(2),))
+
+
+@probes("tangents_of")
+def test_tangents_of_dual_numbers() -> None:
+    plain, tangent = torch.ones(2), torch.full((2,), 3.0)
+    assert _torch.tangents_of([plain]) == []
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(plain, tangent)
+        (found,) = _torch.tangents_of([torch.zeros(2), dual])
+        assert torch.equal(found, tangent)
+
+
+@probes("clones_before_writes")
+def test_saved_tensors_that_are_cloned_before_writes() -> None:
+    assert not _torch.clones_before_writes()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        assert _torch.clones_before_writes()
+
+
 @probes("without_functorch", "functorch_active")
 def test_functorch_is_off_inside_and_on_again_behind() -> None:
     def outside() -> bool:

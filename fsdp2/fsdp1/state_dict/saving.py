@@ -89,7 +89,7 @@ def _params_by_name(module: nn.Module, own: Setting) -> dict[str, tuple[FSDPPara
     finder = SiteFinder()
     found: dict[str, tuple[FSDPParam | None, StateDictSettings]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
-        for name in inner._parameters:
+        for name, _ in inner._parameters.items():
             param = finder.find(Site(inner, name))
             if param is not None:
                 setting = inner.__dict__.get(SETTING) or own  # own: for modules that were added later

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -141,7 +142,8 @@ def _check(module: Any, kind: Any, config: Any, optim_config: Any) -> StateDictS
 
 def _install(module: nn.Module, settings: StateDictSettings) -> None:
     for submodule in module.modules():
-        _put(submodule, Setting(settings, submodule is module))
+        if not isinstance(submodule, torch.jit.ScriptModule):  # it takes no hooks, and shows no shards
+            _put(submodule, Setting(settings, submodule is module))
 
 
 def _put(module: nn.Module, setting: Setting | None) -> None:

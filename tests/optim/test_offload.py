@@ -273,6 +273,10 @@ class Sign(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     state = self.state[param]
+                    if state:
+                        state.pop("first", None)
+                    else:
+                        state["first"] = torch.ones_like(param)
                     before = state.get("average", torch.zeros_like(param))
                     state["average"] = before * 0.9 + param.grad
                     state["nested"] = [state["average"] * 2, {"seen": group["steps"]}]
@@ -281,7 +285,7 @@ class Sign(torch.optim.Optimizer):
 
 @on_ranks(2)
 def test_other_classes_that_are_elementwise(rank, world):
-    """State may be replaced in a step, and nested; options of groups change once a step."""
+    """State may be replaced and dropped in a step, and nested; options of groups change once a step."""
     with host_apart():
         modules, optimizers = pair(Sign, elementwise=True)
         for module, optimizer in zip(modules, optimizers, strict=True):
@@ -289,7 +293,7 @@ def test_other_classes_that_are_elementwise(rank, world):
             assert optimizer.param_groups[0]["steps"] == 3
         assert_same_training(modules, optimizers)
         held = optimizers[1].__dict__[HOST_STATE]._held
-        assert all(len(one.places) == 2 for one in held.values())
+        assert all(len(one.places) == 2 + ("first" in one.entry) for one in held.values())
 
 
 class Pairs(torch.optim.Optimizer):

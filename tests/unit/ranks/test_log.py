@@ -110,6 +110,11 @@ def test_nothing_is_expected_after_a_pass_was_aborted() -> None:
     log.forget()
     log.begin(FORWARD)
     assert log.unscheduled
+    log = PassLog(FORWARD)  # all ranks expect the very first pass, and none after one was aborted
+    assert log.follows(FORWARD)
+    log.begin(FORWARD)
+    log.abandon()
+    assert not log.follows(FORWARD)
 
 
 def test_earlier_passes_are_found_by_their_place_since_the_ranks_met() -> None:

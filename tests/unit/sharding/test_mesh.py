@@ -226,6 +226,16 @@ def test_neighbours_are_grouped(size: int, rank: int) -> None:
         assert regroup(mesh, size) is grouped  # process groups are made once
 
 
+def test_neighbours_are_numbered_as_in_a_mesh_of_torchs() -> None:
+    """Process groups sort ranks that the mesh does not, unless it was told to preserve their order (torch 2.15)."""
+    order = torch.tensor([3, 1, 2, 0])
+    with fake_mesh(4, rank=3):
+        meshes = regroup(DeviceMesh("cpu", order), 2), DeviceMesh("cpu", order.view(2, 2))
+        for ours, theirs in zip(*(mesh.get_all_groups() for mesh in meshes), strict=True):
+            assert ours.rank() == theirs.rank()
+            assert dist.get_process_group_ranks(ours) == dist.get_process_group_ranks(theirs)
+
+
 def test_neighbours_are_not_those_of_an_earlier_default_process_group() -> None:
     """DTensor's caches hold meshes, and return them in place of equal ones of a later process group: full parameters
     that stay in pieces met groups that were destroyed ("dimension 1 of the mesh has no process group")."""

@@ -2,7 +2,7 @@
 
 Who accepts more than torch does (scalars, optimizers from before sharding, plain parameters beside sharded ones) has to
 finish the job wherever an optimizer is used. No pair is forgotten: a new entry point is one function in ``ENTRIES``, a
-new kind of parameter one class in ``KINDS``.
+new kind of parameter one class in ``KINDS``, and a new way to step is one of ``WAYS``.
 """
 
 from __future__ import annotations

@@ -249,6 +249,8 @@ def test_a_connection_begins_with_the_timeout_of_the_store():
     assert keys.get_within("late", 30.0) == "here"
     thread.join()
     assert got == [LIMIT]
+    assert waiting.timeout == LIMIT  # again, also after a wait that was given up
+    assert keys.get_within("never", 0.001) is None and waiting.timeout == LIMIT
 
 
 def slow_to_leave(rank: int, world: int) -> None:

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint as checkpointing
 
+# The mode that computes nothing; nothing public tells whether it is active.
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 # The mode of ``allow_mutation_on_saved_tensors``, which nothing public tells of.
 from torch.autograd.graph import _CloneArgBeforeMutateMode
 
@@ -21,6 +24,7 @@ __all__ = [
     "clones_before_writes",
     "dispatch_modes",
     "dynamo_is_tracing",
+    "fakes_results",
     "makes_view",
     "outside_dynamo",
     "outside_dynamo_and_modes",
@@ -100,6 +104,12 @@ def clones_before_writes() -> bool:
     """
     stack = _get_current_dispatch_mode_stack() if dispatch_modes() else []
     return any([isinstance(mode, _CloneArgBeforeMutateMode) for mode in stack])
+
+
+def fakes_results() -> bool:
+    """Return True inside ``FakeTensorMode``: operators compute nothing, also on tensors that are not fake."""
+    stack = _get_current_dispatch_mode_stack() if dispatch_modes() else []
+    return any([isinstance(mode, FakeTensorMode) for mode in stack])
 
 
 def dynamo_is_tracing() -> bool:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fsdp2 import _trace
-from fsdp2._torch.hooks import clones_before_writes, outside_dynamo
+from fsdp2._torch.hooks import clones_before_writes, fakes_results, outside_dynamo
+from fsdp2._torch.tensors import FakeTensor
 from fsdp2.autograd.hooks import ChildList
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
@@ -206,8 +207,7 @@ class RootContext(Generic[U]):
 
         Raises:
             RuntimeError: an earlier backward raised and was not followed by ``reset_iter_state``, gradients that
-                ``finalize_backward`` started to reduce were not waited for, or saved tensors may be read when they are
-                freed.
+                ``finalize_backward`` started to reduce were not waited for, or a dispatch mode does not go with it.
         """
         earlier = self.forward
         # The unit that began the pass, or the root, called again: an interrupt has left that pass. (A call of a module
@@ -215,7 +215,7 @@ class RootContext(Generic[U]):
         if earlier is not None and earlier.outermost is not unit and self.all_states[0] is not unit:
             return earlier
         self._check_last_iteration_ended()
-        self._check_saved_tensors_stay()
+        self._check_modes()
         alone, kind = self.runs_alone, kind_of_forward()
         if not self._compared:
             self.observe(None, kind)
@@ -283,8 +283,8 @@ class RootContext(Generic[U]):
                 "finalize_backward(async_op=True) returned"
             )
 
-    def _check_saved_tensors_stay(self) -> None:
-        """Raise RuntimeError if what autograd saves of full parameters may be read when their memory is gone."""
+    def _check_modes(self) -> None:
+        """Raise RuntimeError inside a dispatch mode that would leave wrong values in memory, or read what was freed."""
         if clones_before_writes() and torch.is_grad_enabled():
             freed = next((group for group in self.groups if group.after_forward is not False), None)
             if freed is not None:
@@ -293,6 +293,15 @@ class RootContext(Generic[U]):
                     "which may copy saved full parameters when forward has freed them; expected units that stay in "
                     "memory until backward. Call set_reshard_after_forward(False) on the root module before the "
                     "forward, or clone what you change in place and leave that block"
+                )
+        if fakes_results():
+            params = [param for group in self.groups for param in group.params]
+            real = next((param for param in params if not isinstance(param.local, FakeTensor)), None)
+            if real is not None:
+                raise RuntimeError(
+                    f"{real.name}: forward inside FakeTensorMode, which gathers nothing, so that later forwards would "
+                    "compute with memory that nobody wrote; expected fake parameters. Leave the mode, or call "
+                    "fsdp2.forecast in a process of its own, which builds the model with fake tensors"
                 )
 
     def _check_last_backward_ended(self, starts: str) -> None:

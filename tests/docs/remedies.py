@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -1189,3 +1190,16 @@ def a_scripted_module(rank: int) -> Iterator[Callable[[], object]]:
     yield lambda: fully_shard(module, mesh=mesh_1d())
     goes_on(fully_shard(nn.Sequential(nn.Linear(8, 8), plain), mesh=mesh_1d()))
     goes_on(fully_shard(module, mesh=mesh_1d(), ignored_params=set(scripted.parameters())))
+
+
+@remedy("compute with memory that nobody wrote; expected fake parameters. Leave the mode, or call")
+def a_forward_that_is_faked(rank: int) -> Iterator[Callable[[], object]]:
+    """Outside of the mode the program goes on with the values that it had. (Forecasts have tests of their own.)"""
+    module = model()
+    loss(module).backward()
+    module.zero_grad()
+    before = loss(module).detach()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield lambda: loss(module)
+    torch.testing.assert_close(loss(module).detach(), before)
+    goes_on(module)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -435,6 +436,13 @@ def test_tangents_of_dual_numbers() -> None:
         dual = torch.autograd.forward_ad.make_dual(plain, tangent)
         (found,) = _torch.tangents_of([torch.zeros(2), dual])
         assert torch.equal(found, tangent)
+
+
+@probes("fakes_results")
+def test_operators_that_compute_nothing() -> None:
+    assert not _torch.fakes_results()
+    with FakeTensorMode():
+        assert _torch.fakes_results()
 
 
 @probes("clones_before_writes")

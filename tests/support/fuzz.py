@@ -112,6 +112,8 @@ STEPS: dict[str, st.SearchStrategy[Any]] = {
     "break_off": st.tuples(st.integers(0, 20), number, truth, truth),
     "uneven": st.tuples(number),
     "send": st.just(()),
+    "look_at": st.tuples(st.sampled_from(["deepcopy", "summon", "iterate", "use", "move", "pending"])),
+    "synchronize": st.just(()),
     "slow": st.tuples(st.integers(0, 20), number),
     "sleep": st.just(()),
     "reset": st.just(()),
@@ -119,8 +121,8 @@ STEPS: dict[str, st.SearchStrategy[Any]] = {
 """What a program may do, and with which arguments."""
 THEMES: dict[str, list[str]] = {
     "anything": [*STEPS],
-    "gradients": ["sync", "sync_unit", "all_reduce", "freeze", "update"],
-    "sums that wait": ["all_reduce", "freeze"],
+    "gradients": ["sync", "sync_unit", "all_reduce", "freeze", "update", "synchronize", "look_at"],
+    "sums that wait": ["all_reduce", "freeze", "synchronize"],
     "copies": ["twin", "average", "state_dict", "reload", "send", "sync", "restore"],
     "memory": [
         "after_forward",
@@ -131,8 +133,9 @@ THEMES: dict[str, list[str]] = {
         "forward",
         "input_gradient",
         "reload",
+        "look_at",
     ],
-    "trouble": ["stumble", "break_off", "reset", "sleep", "forward", "freeze", "evaluate", "slow"],
+    "trouble": ["stumble", "break_off", "reset", "sleep", "forward", "freeze", "evaluate", "slow", "look_at"],
 }
 """Steps that concern the same things, of which two may only fail together."""
 LONGEST = 12
@@ -209,6 +212,7 @@ class Execution:
         self.held: set[str] = set()
         self.unreduced = False
         self.stepped = False
+        self.interrupted = False  # the latest forward, which only the next one finds out
 
     # ---- what everything is made of ----
 
@@ -245,6 +249,7 @@ class Execution:
 
     def output(self, module: nn.Module, inputs: tuple[Any, ...], part: int) -> Any:
         """Return what a module returns on one rank, cast as the policy says."""
+        self.interrupted = False
         if self.plan.experts:
             self.model.expert = expert_of(part, self.world)
         if self.fsdp is not None:
@@ -502,6 +507,33 @@ class Execution:
             values = {name: value.clone() for name, value in self.engine.tensors.items()}
         self.see({f"sent {name}": value for name, value in sorted(values.items())} if self.rank == 0 else {})
 
+    def look_at(self, how: str) -> None:
+        """Look at parameters or gradients in a way that changes nothing."""
+        if self.fsdp is None:
+            return
+        if how == "deepcopy":
+            copy.deepcopy(self.model)
+        elif how == "summon":
+            with fsdp2.summon_full_params(self.model):
+                pass
+        elif how == "iterate":
+            for _ in fsdp2.iter_full_params(self.model):
+                pass
+        elif how == "use":
+            with torch.no_grad(), fsdp2.use_weights(self.model):
+                pass
+        elif how == "move":
+            self.model.to("cpu")
+        else:
+            self.units[0].get_pending_gradients()
+
+    def synchronize(self) -> None:
+        """Reduce what backwards have left unreduced, after a forward that nothing has interrupted."""
+        if not self.interrupted:
+            for root in self.units[:1]:
+                root.synchronize_gradients()
+            self.unreduced = False
+
     def leaf(self, index: int) -> nn.Module:
         """Return one of the innermost modules of the tree."""
         leaves = [module for module in self.model.tree.modules() if not list(module.children())]
@@ -529,14 +561,17 @@ class Execution:
             for part in self.parts:
                 with contextlib.suppress(trouble):
                     self.output(self.model, self.inputs(batch, part), part)
+        self.interrupted = interrupt and not reset
         if reset:
             self.reset()
 
     def break_off(self, index: int, batch: int, interrupt: bool, reset: bool) -> None:
         """Catch an error or an interrupt from the middle of a backward, whose gradients are dropped.
 
-        Without a reset the next forward has to ask for one.
+        Without a reset the next forward has to ask for one. Not in graphs, where a hook of a gradient is no Python.
         """
+        if self.plan.compiled:
+            return
         self.update(True)
         trouble = KeyboardInterrupt if interrupt else KeyError
 
@@ -585,14 +620,17 @@ class Execution:
     def restore(self, how: str) -> None:
         """Save model and optimizer, train for a step, and load what was saved.
 
-        An optimizer that has not stepped yet has no state, and torch makes one that counts a step.
+        An optimizer that has not stepped yet has no state, and torch makes one that counts a step. Its broadcast from
+        one rank needs contiguous tensors, and names that are the same on all ranks.
         """
+        scattered = any(node.kind in ("conv", "strided") for node in self.plan.all_nodes())
+        whole = how == "whole" and not scattered and not self.plan.experts
         self.sync(True)
         self.train(6)
         self.update(True)
         if self.fsdp is None:
             state = copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
-        elif how == "whole" and not self.plan.experts:
+        elif whole:
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
             state = copy.deepcopy(get_state_dict(self.model, self.optimizer, options=options))
         else:
@@ -607,7 +645,7 @@ class Execution:
             self.model.load_state_dict(state[0])
             self.optimizer.load_state_dict(state[1])
             return
-        if not (how == "whole" and not self.plan.experts):
+        if not whole:
             state = get_state_dict(self.model, self.optimizer, options=options)
             dcp.load(dict(zip("mo", state)), checkpoint_id=path[0])
         set_state_dict(

@@ -265,7 +265,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "reading a value raises an error that names the owner": (
             OPTIM + "test_full_params.py::test_state_of_others_says_where_it_is",
         ),
-        "cannot be saved: `state_dict` raises an error on every rank": (
+        "`state_dict` raises an error on every rank": (
             OPTIM + "test_full_params_state.py::test_state_that_is_made_of_other_tensors",
         ),
         "`step(closure)`, LBFGS and SparseAdam raise errors": (OPTIM + "test_full_params.py::test_what_is_refused",),

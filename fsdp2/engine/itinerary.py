@@ -219,7 +219,7 @@ class BackwardRoute(Generic[T]):
         self._positions.setdefault(id(group), []).append(len(self._calls))
         self._calls.append((group, forward))
 
-    def expects(self, group: T) -> bool:
+    def has_unvisited(self, group: T) -> bool:
         """Return whether there are calls of ``group`` that no backward has visited."""
         return bool(self._positions.get(id(group)))
 

@@ -491,7 +491,7 @@ class RootContext(Generic[U]):
         self.comm.reductions.finish()
         self.comm.copies.wait()  # the host may write to shards from here on, also if no reduction has made it wait
         for group in groups:
-            group.gradients.unreduced.finish()
+            group.gradients.unreduced.end_finalization()
 
     # ---- recovery ----
 

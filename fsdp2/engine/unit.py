@@ -569,7 +569,7 @@ class FSDPState(ComposableState):
             group.gradients.begin_backward(run.launch, end, count=pending.ends_by_gradients(group), final=final)
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 # Not if the gradients are finished later: after units below, or after an earlier call of this one.
-                last = not self._has_units_below and not pending.calls.expects(group)
+                last = not self._has_units_below and not pending.calls.has_unvisited(group)
                 later = last and group.gradients.gathers_later
                 for other in reversed(following.gathered_with):
                     if other.store.options.unshard_in_backward and later:

@@ -60,11 +60,11 @@ class Unreduced:
         return bool(self.accumulated or self.sums)
 
     def await_finalization(self) -> None:
-        """Refuse the gradients to optimizers and clipping until ``finish``: only a part of them may be delivered."""
+        """Refuse the gradients to optimizers and clipping until ``end_finalization``: a part may be delivered only."""
         self.unfinished.update(param for param in self._store.params if param.requires_grad)
         self.register()
 
-    def finish(self) -> None:
+    def end_finalization(self) -> None:
         """Note that the backward was finalized."""
         self.unfinished.clear()
 

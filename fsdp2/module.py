@@ -587,8 +587,9 @@ class FSDPModule(TorchFSDPModule):
     def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:
         """Change the options of groups for ``setter``; ranks then compare options that must be the same on all."""
         changes = [(unit, group, change(group)) for unit in self._units(recurse) for group in unit.groups]
-        # All are made, and so validated, before the first one takes effect.
+        # All are made and checked before the first one takes effect.
         for unit, group, options in changes:
+            group.check_options(options)
             if options.formats_of != group.store.options.formats_of:
                 _check_between_steps(setter, unit, group)
         for unit, group, options in changes:

@@ -106,10 +106,14 @@ class FSDPParamGroup:
         self.residency.use(self.store, comm)
         self.store.note_change()  # chunks depend on the largest unit of the context
 
-    def set_options(self, options: GroupOptions) -> None:
-        """Follow ``options`` from now on."""
+    def check_options(self, options: GroupOptions) -> None:
+        """Raise RuntimeError if ``options`` move shards while ``summon_full_params`` shows parameters of the group."""
         if options.layout_settings != self.store.options.layout_settings:
             self.residency.refuse_summoned("a change of how parameters are gathered")
+
+    def set_options(self, options: GroupOptions) -> None:
+        """Follow ``options``, which ``check_options`` accepts, from now on."""
+        if options.layout_settings != self.store.options.layout_settings:
             self.reshard()  # shards move to a new buffer, and with them all that is made of them
         self.store.set_options(options)
         self.residency.follow_options()

@@ -188,3 +188,18 @@ def test_setters_of_one_or_all(rank, world, name, recurse, when):
     getattr(run.module[0], name)(False, recurse=recurse)
     units = (run.module, run.module[0], run.module[0][1])
     assert [getattr(options_of(unit), option) for unit in units] == [True, False, not recurse]
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_setter_that_one_unit_refuses_changes_none(rank, world):
+    """``summon_full_params`` shows a unit below: the units before it were changed when that one raised."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    shard_each(model, api.ours, mesh=mesh_1d())
+    before = options_of(model[0])
+    error = "a change of how parameters are gathered while summon_full_params shows its parameters"
+    with api.ours.summon_full_params(model[1]), pytest.raises(RuntimeError, match=error):
+        model.set_transfer_sizes(direct_param_bytes=0)
+    assert options_of(model[0]) == before
+    model.set_transfer_sizes(direct_param_bytes=0)
+    assert options_of(model[0]) != before

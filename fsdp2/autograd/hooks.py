@@ -247,7 +247,7 @@ def watch_inputs(
 ) -> tuple[list[torch.Tensor], Callable[[], None] | None]:
     """Return ``inputs``, which all require a gradient, with hooks: ``done`` runs when backward has all their gradients.
 
-    If there is a function beside them, call it when the module leaves.
+    The second result, unless it is None, is a function to call when the module's forward ends.
 
     A later backward through these gradients (``create_graph=True``) calls ``starting`` first.
 

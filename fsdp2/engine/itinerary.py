@@ -18,7 +18,7 @@ T = TypeVar("T")
 # How many earlier passes make a context, the longest first; 32 passes are 16 micro-batches.
 _PASSES_BEFORE = (32, 16, 8, 4, 2, 1)
 MOST_CONTEXTS = 4096
-"""The most contexts to remember, since a loop without a pattern makes ever new ones. Beyond it, all are forgotten."""
+"""The most contexts to remember, since a loop without a pattern never stops making more. Then all are forgotten."""
 _MOST_CALLS = 1 << 16
 """The most calls to record, since forwards with gradients that no backward follows add calls for ever."""
 

@@ -1,7 +1,7 @@
 """The base of forward and backward passes, which run under one root and launch their collectives before its observer.
 
 A pass is made when the outermost unit enters a forward, and when the first hook of a backward runs. It holds what is
-true only while it runs, and dies with its end.
+true only while it runs, and is dropped when it ends.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Residency:
         store.show(store.params, "shards", over_others=True)
 
     def _forget_memory(self) -> None:
-        """Know nothing of what was in memory, which is freed."""
+        """Forget what is known of what was in memory: it is freed."""
         self.kept = Level.SHARDS  # the level to which memory falls when those that use it are done
         self._stamp: Stamp | None = None  # of the shards that it was made of, if it may be used later
         self._loud = False  # it was gathered ahead by a use that was not quiet: a quiet one may come behind an update

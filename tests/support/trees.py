@@ -364,8 +364,10 @@ class Plan:
         else:
             mesh = mesh_of(*sizes, names=names) if self.mesh != "flat" else mesh_1d()
         if self.compiled:
-            # Of results that nothing uses, a graph of AOTAutograd has zeros as gradients.
-            backend = "eager" if self.caches else self.compiled
+            # Of results that nothing uses, a graph of AOTAutograd has zeros as gradients. A checkpoint may find another
+            # graph than its forward, of the same code for another part.
+            recomputed = any(node.recompute for node in self.all_nodes())
+            backend = "eager" if self.caches or recomputed else self.compiled
             torch._dynamo.reset()
             for tree in trees(model):
                 if tree.node.unit:

@@ -207,6 +207,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "docs/newer_torch.md": {
+        "later, the next backward raises an error with the parameter's name": (
+            STEP + "test_grad_dtype.py::test_it_may_not_be_set_on_shards_after_the_first_forward",
+        ),
         "does the same, for gradients before and after the reduction": (
             STEP + "test_grad_dtype.py::test_a_wide_gradient_of_a_narrow_weight_is_not_rounded",
         ),
@@ -461,7 +464,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     "fsdp2.use_local_shards": {
         "so schedulers, hooks and checkpoints work unchanged": (
             OPTIM + "test_local_shards_in_use.py::test_schedulers_hooks_and_closures",
-            OPTIM + "test_local_shards_in_use.py::test_checkpoint_helpers",
+            OPTIM + "test_every_entry.py::test_table",
         ),
         "bit for bit if the same implementation runs": (
             OPTIM + "test_local_shards.py::test_steps_are_those_on_plain_tensors",
@@ -498,6 +501,7 @@ NO_PROMISE = {
     "docs/many_nodes.md": ("trains on many machines unchanged", "at most `--max-restarts` times"),
     "docs/multimodal.md": ("which costs the encoder's compute on every rank",),
     "docs/newer_torch.md": ("may change or never be released",),
+    "docs/recipes.md": ("DTensor draws the same numbers on every rank",),
     "docs/tutorials/finetune.md": ("Request whole tensors on every rank",),
     "fsdp2.iter_full_params": ("# on every rank",),
     "fsdp2.save_safetensors": ("# on every rank",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -134,6 +135,30 @@ def test_one_rank_only(rank, world, offload):
         else:
             assert_shards(module, expected, rank, world)
     assert_shards(module, expected, rank, world)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_model_from_the_meta_device_is_initialized_as_one_process_does(rank, world, offload):
+    """``reset_parameters`` on shards drew the same numbers on every rank of a CPU mesh: the parts of a weight were
+    equal. With whole values shown, one module after another, each value is that of one process."""
+    with torch.device("meta"):
+        module, alone = Transformer(), Transformer()
+    policy = fsdp2.CPUOffloadPolicy(pin_memory=False) if offload else fsdp2.OffloadPolicy()
+    for unit in (*module.blocks, module):
+        fsdp2.fully_shard(unit, mesh=mesh_of(world), offload_policy=policy)
+    for one in (module, alone):
+        one.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for part in one.modules():
+            if hasattr(part, "reset_parameters"):
+                with summon_full_params(part, recurse=False) if one is module else contextlib.nullcontext():
+                    part.reset_parameters()
+    made = {name for name, part in alone.named_modules() if hasattr(part, "reset_parameters")}
+    for (name, got), (_, want) in zip(named(module), named(alone)):
+        if name.rpartition(".")[0] in made:
+            assert torch.equal(got.full_tensor(), want), name
+    assert made
 
 
 @on_ranks(2)

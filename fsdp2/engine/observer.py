@@ -89,13 +89,20 @@ class PassKind(NamedTuple):
     """Of a backward with such groups: how many forwards it may be on, those included that launched no collective."""
     portions: tuple[int, ...] = ()
     """Of other passes: the groups whose portions it gathers first, because their shards have changed."""
+    after: int = 0
+    """The number of another root, whose pass began before this one; 0 if one of the same root did, or none."""
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.detail})" if self.detail else self.name
+        text = f"{self.name} ({self.detail})" if self.detail else self.name
+        return f"{text} after a pass of another root" if self.after else text
 
     def with_portions(self, groups: tuple[int, ...]) -> PassKind:
         """Return the kind of a pass that gathers the portions of these ``groups`` first."""
         return self._replace(portions=groups)
+
+    def behind(self, root: int) -> PassKind:
+        """Return the kind of a pass before which one of another ``root``, by its number, began."""
+        return self._replace(after=root)
 
     @property
     def is_forward(self) -> bool:

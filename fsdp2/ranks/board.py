@@ -48,6 +48,12 @@ class History(Protocol):
     def refuse(self, texts: dict[int, str]) -> str:
         """Return the error text, given the collective of each rank in words."""
 
+    def turns(self) -> tuple[bool, bool]:
+        """Return whether this rank came to its position directly from the one before, and whether it has left it.
+
+        Between the two, and behind it, are passes of other roots.
+        """
+
 
 def latest(history: History) -> str:
     """Return in words what this rank did last, or is about to do: a collective, or a kind of pass."""
@@ -55,6 +61,19 @@ def latest(history: History) -> str:
     count = len((at and history.digests(*at, shown=True)) or ())
     text = history.text(*at, count - 1) if at and count else ""
     return str(json.loads(text)[0]) if text.startswith("[") else text
+
+
+def _apart(entry: dict[str, Any], history: History) -> list[int] | None:
+    """Return the position to which one of two ranks came directly, while the other went to another root first."""
+    theirs, ours = tuple(entry["at"]), history.position()
+    if ours is None:
+        return None
+    (they_came_directly, they_left), (came_directly, left) = entry["turns"], history.turns()
+    if theirs == (ours[0], ours[1] + 1) and left and they_came_directly:
+        return [*theirs, 0]
+    if ours == (theirs[0], theirs[1] + 1) and they_left and came_directly:
+        return [*ours, 0]
+    return None
 
 
 def _digest(want: str) -> int:
@@ -91,10 +110,15 @@ class Board:
         ranks: tuple[int, ...],
         timeout: float = 1800.0,
         others: Callable[[], str] = lambda: "",
+        look_elsewhere: Callable[[Board], None] = lambda board: None,
     ) -> None:
-        """``others()`` returns where other ranks are if this one has waited for them for a long time, otherwise ""."""
+        """``others()`` returns where other ranks are if this one has waited for them for a long time, otherwise "".
+
+        ``look_elsewhere(board)`` looks at the boards of other roots, where ranks may wait for this one.
+        """
         self.rank, self.ranks = rank, ranks
         self._others = others
+        self._look_elsewhere = look_elsewhere
         self.failure: str | None = None  # the error that all ranks raise from now on
         self._keys = keys
         self._timeout = timeout
@@ -157,6 +181,7 @@ class Board:
                     )
                 # The meeting takes a long time: show other ranks where this one is, and compare with them.
                 self.look(history, shows=True)
+                self._look_elsewhere(self)
                 if (ended := self.ended()) and not self._keys.has(key):
                     self.fail(self._without(ended, history))
                 value = self._keys.poll(key, min(_LOOK_SECONDS[1], end - time.monotonic()), _POLL_SECONDS)
@@ -242,9 +267,8 @@ class Board:
         if position is None or not shows:
             got = self._keys.read("board") or ""
         else:
-            mine = json.dumps(
-                {"rank": self.rank, "at": position, "digests": history.digests(*position, shown=True) or []}
-            )
+            digests = history.digests(*position, shown=True) or []
+            mine = json.dumps({"rank": self.rank, "at": position, "digests": digests, "turns": history.turns()})
             got = self._keys.compare_set("board", self._shown, mine)
             if self._shown and got in ("", self._shown) and got != mine:  # another rank has deleted the key
                 got = self._keys.compare_set("board", "", mine)
@@ -271,10 +295,9 @@ class Board:
         ours = history.digests(epoch, number)
         differs = () if ours is None else (i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b)
         index = next(iter(differs), None)
-        if index is not None:
-            self._announce_difference(
-                value, {"parted": [epoch, number, index], "epoch": epoch, "by": self.rank}, history
-            )
+        parted = [epoch, number, index] if index is not None else _apart(entry, history)
+        if parted is not None:
+            self._announce_difference(value, {"parted": parted, "epoch": epoch, "by": self.rank}, history)
         elif mine and (ours is None or len(ours) < len(theirs)):
             # The rank that is furthest behind shows its collectives: all others can compare them.
             if self._keys.compare_set("board", value, mine) == mine:
@@ -349,6 +372,7 @@ class Board:
         called = False
         while time.monotonic() < end:
             self.look(history, shows=True)
+            self._look_elsewhere(self)
             if ended := self.ended():
                 self.fail(self._without(ended, history))
             time.sleep(0.1)

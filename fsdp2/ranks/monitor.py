@@ -26,13 +26,22 @@ from fsdp2.ranks.board import Board, History
 from fsdp2.ranks.log import PassLog
 from fsdp2.ranks.start import Line, options_of
 
-__all__ = ["RankMonitor"]
+__all__ = ["RankMonitor", "Turns"]
 
 _DEVIATIONS = 1  # how often a guessed pass may deviate and still keep the rest of its guess
 _REMEDY = "every rank must run the same units in the same order, after the same calls of setters and of unshard()"
+_ELSEWHERE = "a pass of another root"
+_REMEDY_FOR_ROOTS = "; run the forwards and backwards of all models in one order on all ranks"
 _REMEDY_FOR_PASSES = "; call the model and its methods equally often on all ranks, outside of `if rank == 0:`"
 _GUESSED = ("forward", "evaluation")  # not in a method, whose own parameters are in memory already
 _Job = Callable[[], None]
+
+
+class Turns:
+    """Which of the roots on the same process groups began the latest pass; all ranks must take turns alike."""
+
+    def __init__(self) -> None:
+        self.latest = 0  # the number of the root, or 0
 
 
 class RankMonitor:
@@ -40,6 +49,7 @@ class RankMonitor:
 
     ``run`` runs a function that waits for other ranks: immediately, or in the background if the host must not wait.
     ``conflict`` returns the reason why no pass may start now, or "". The ranks have had so many ``meetings`` before.
+    The root has this ``number`` among those that take ``turns``.
     """
 
     def __init__(
@@ -49,8 +59,11 @@ class RankMonitor:
         run: Callable[[_Job], None],
         conflict: Callable[[RootContext], str] = lambda root: "",
         meetings: int = 0,
+        turns: Turns | None = None,
+        number: int = 1,
     ) -> None:
         self.board = board
+        self._turns, self._number = turns or Turns(), number
         self._root = root
         self.log = PassLog(None if self._may_skip else PassKind("forward"), meetings)
         self._run = run
@@ -82,6 +95,8 @@ class RankMonitor:
             return
         if log.kind:  # an outermost pass starts, so the last one was aborted by an error
             self.abandon()
+        if self._is_elsewhere:  # collectives are matched by their order, also those of different roots
+            kind = kind.behind(self._turns.latest)
         self._to_begin = kind
         if self._may_skip:  # other ranks may launch collectives in it that this rank has to join
             self._begin(kind, None)
@@ -91,12 +106,18 @@ class RankMonitor:
         log, self._to_begin = self.log, None
         known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
+        self._turns.latest = self._number
         self._late.clear()
         if self._may_skip and not all(map(self._has_known_gathers, self._of_unknown_position(kind))):
             log.forget_schedule()
         if not known:
             self._meet(first, begins=True)
             self._setters.clear()
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Return True if another root has begun a pass since this one did."""
+        return self._turns.latest not in (0, self._number)
 
     def _has_known_gathers(self, group: ObservedGroup) -> bool:
         """Return True if the known pass gathers ``group`` as often as this one will."""
@@ -343,6 +364,14 @@ class RankMonitor:
         """Return this rank's position."""
         return self.log.position
 
+    def turns(self) -> tuple[bool, bool]:
+        """Return whether the latest pass came directly after one of this root, and whether another root has begun one.
+
+        Not while a pass runs: one of another root may lie inside it.
+        """
+        kind, _ = self.log.find(*self.log.position) or (None, [])
+        return kind is not None and not kind.after, self.log.kind is None and self._is_elsewhere
+
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
         """Return a number for the kind of the pass at a position and for each of its collectives."""
         found = self.log.find(epoch, number)
@@ -379,7 +408,7 @@ class RankMonitor:
         """Return one of these in words, or "" if this rank has not launched it."""
         kind, collectives = self.log.find(epoch, number) or (None, [])
         if not index:
-            return "" if kind is None else str(kind)
+            return str(kind) if kind is not None else _ELSEWHERE if self._is_elsewhere else ""
         collectives = self._with_beginning(kind, collectives)
         return self._did(kind, collectives[index - 1]) if index <= len(collectives) else ""
 
@@ -422,7 +451,7 @@ class RankMonitor:
             f"{'this rank' if ranks == [-1] else 'rank ' + ', '.join(map(str, ranks))}: {text}"
             for text, ranks in by_text.items()
         ]
-        remedy = _skipping(list(did.values())) or _REMEDY_FOR_PASSES
+        remedy = _REMEDY_FOR_ROOTS if _ELSEWHERE in by_text else _skipping(list(did.values())) or _REMEDY_FOR_PASSES
         return f"ranks do not do the same: {'; '.join(parts)}. Expected: {_REMEDY}{remedy}"
 
 
@@ -496,6 +525,10 @@ class _StateAtMeeting:
             return self._later.text(epoch, number, index)
         texts = self._texts()
         return texts[index] if index < len(texts) else ""
+
+    def turns(self) -> tuple[bool, bool]:
+        """Return what the history says, which has the same latest pass."""
+        return self._later.turns()
 
     def refuse(self, texts: dict[int, str]) -> str:
         """Return the error text where ranks differ."""

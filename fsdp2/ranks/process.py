@@ -8,7 +8,7 @@ import os
 import queue
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from threading import Lock, Thread
@@ -25,7 +25,7 @@ from fsdp2.comm.host_work import is_of_collective, observe_waits
 from fsdp2.engine.observer import PassKind, observe_with
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board, latest
-from fsdp2.ranks.monitor import RankMonitor
+from fsdp2.ranks.monitor import RankMonitor, Turns
 from fsdp2.ranks.standstill import Standstill
 from fsdp2.ranks.start import compare
 from fsdp2.ranks.store import Connections, Keys, StoreEnded
@@ -77,6 +77,7 @@ class _Process:
         # may make their boards in a different order on each rank.
         self._incarnations: dict[tuple[str, ...], str] = {}
         self._roots: Counter[tuple[str, ...]] = Counter()
+        self._turns: defaultdict[tuple[str, ...], Turns] = defaultdict(Turns)
         self._lock = Lock()  # for the attributes below; never held while this process waits for another one
         self._monitors: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -96,9 +97,10 @@ class _Process:
         with self._lock:
             self._monitors.add(monitor)
 
-    def board(self, ranks: tuple[int, ...], mesh: DataParallelMesh) -> Board:
+    def board(self, ranks: tuple[int, ...], mesh: DataParallelMesh) -> tuple[Board, Turns, int]:
         """Return a board for the next root on the process groups of ``mesh``, the same on all of its ``ranks``.
 
+        Beside it, return the turns of all roots there, and the number of this one.
         Its keys contain the incarnation of the job, because torchrun keeps the store when it restarts the processes.
         """
         axes = [(axis, axis.group) for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
@@ -119,7 +121,14 @@ class _Process:
         self.watch_waits()  # if fully_shard did not, because checks were off then, say
         # Not the timeout of the store, which the user may have made shorter for another purpose.
         timeout = max(group_timeout(group, mesh.device) for _, group in axes)
-        return Board(keys, self.rank, ranks, timeout.total_seconds(), self.others)
+        board = Board(keys, self.rank, ranks, timeout.total_seconds(), self.others, self._look_at_others)
+        return board, self._turns[names], self._roots[names]
+
+    def _look_at_others(self, board: Board) -> None:
+        """Compare this process with the ranks of other roots than that of ``board``, at which it waits."""
+        for monitor in self.monitors:
+            if monitor.board is not board:
+                monitor.board.look(monitor, shows=False)
 
     def watch_waits(self) -> None:
         """Say from now on in the log in what this process waits for long, and where all other ranks are.
@@ -277,12 +286,12 @@ def monitor_ranks(root: RootContext, kind: PassKind, error: Exception | None) ->
     ranks = tuple(listed_ranks(mesh.mesh))
     # Groups on a smaller mesh (experts) may differ between ranks in number, shape and values.
     shared = [group for group in groups if set(listed_ranks(group.mesh.mesh)) == set(ranks)]
-    board = process.board(ranks, mesh)
+    board, turns, number = process.board(ranks, mesh)
     met = compare(board, root, shared, kind, error)
     if mesh.first_axis.backend == "gloo":
-        monitor = RankMonitor(board, root, _now, _conflicting_save, met)  # torch saves on gloo
+        monitor = RankMonitor(board, root, _now, _conflicting_save, met, turns, number)  # torch saves on gloo
     else:
-        monitor = RankMonitor(board, root, process.run, meetings=met)
+        monitor = RankMonitor(board, root, process.run, meetings=met, turns=turns, number=number)
     process.watch(monitor)
     return monitor
 

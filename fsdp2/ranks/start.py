@@ -105,6 +105,10 @@ class _Plan:
         """Return one line."""
         return self._lines[index].text
 
+    def turns(self) -> tuple[bool, bool]:
+        """Return that no rank has been elsewhere."""
+        return False, False
+
     def refuse(self, texts: dict[int, str]) -> str:
         """Return the error text, given one line of each rank."""
         first = min(texts, default=0)

@@ -277,6 +277,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "parameters always keep their names": (STEP + "test_state.py::test_state_dict_is_sharded_at_any_time",),
     },
     "docs/several_roots.md": {
+        "If a rank comes to another root first, every rank raises an error within half a minute": (
+            "tests/ranks/test_orders_of_roots.py::test_forwards_in_another_order",
+            "tests/ranks/test_orders_of_roots.py::test_backwards_in_another_order",
+        ),
         "while a handle of `finalize_backward(async_op=True)` is not, it raises an error": (
             STEP + "test_several_roots.py::test_sharing_while_gradients_are_on_their_way",
         ),

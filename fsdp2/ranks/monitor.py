@@ -64,6 +64,8 @@ class RankMonitor:
     ) -> None:
         self.board = board
         self._turns, self._number = turns or Turns(), number
+        self._has_begun = False  # a pass of this root
+        self._came_directly = False  # to the latest pass, from another of this root
         self._root = root
         self.log = PassLog(None if self._may_skip else PassKind("forward"), meetings)
         self._run = run
@@ -106,7 +108,11 @@ class RankMonitor:
         log, self._to_begin = self.log, None
         known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
-        self._turns.latest = self._number
+        self._came_directly, self._has_begun, self._turns.latest = (
+            self._has_begun and not kind.after,
+            True,
+            self._number,
+        )
         self._late.clear()
         if self._may_skip and not all(map(self._has_known_gathers, self._of_unknown_position(kind))):
             log.forget_schedule()
@@ -116,8 +122,8 @@ class RankMonitor:
 
     @property
     def _is_elsewhere(self) -> bool:
-        """Return True if another root has begun a pass since this one did."""
-        return self._turns.latest not in (0, self._number)
+        """Return True if another root has begun a pass since this one did; before its first pass, ranks have met."""
+        return self._has_begun and self._turns.latest != self._number
 
     def _has_known_gathers(self, group: ObservedGroup) -> bool:
         """Return True if the known pass gathers ``group`` as often as this one will."""
@@ -369,8 +375,7 @@ class RankMonitor:
 
         Not while a pass runs: one of another root may lie inside it.
         """
-        kind, _ = self.log.find(*self.log.position) or (None, [])
-        return kind is not None and not kind.after, self.log.kind is None and self._is_elsewhere
+        return self._came_directly, self.log.kind is None and self._is_elsewhere
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
         """Return a number for the kind of the pass at a position and for each of its collectives."""

@@ -50,6 +50,25 @@ def evaluation_on_one_rank(rank: int) -> Iterator[Call]:
     assert [ended.status for ended in run_apart(partial(evaluates, True), 2)] == [0, 0]
 
 
+def two_models(in_one_order: bool, rank: int, world: int) -> None:
+    """Train two models, in one order on all ranks or not."""
+    models = [trained(), trained()]
+    for _ in range(2):
+        for model in models if in_one_order or rank == 0 else models[::-1]:
+            loss(model).backward()
+
+
+@remedy("run the forwards and backwards of all models in one order on all ranks", ranks=0)
+def models_in_another_order(rank: int) -> Iterator[Call]:
+    """They run in one order."""
+
+    def call() -> None:
+        raise RuntimeError(run_apart(partial(two_models, False), 2)[1].error)
+
+    yield call
+    assert [ended.status for ended in run_apart(partial(two_models, True), 2)] == [0, 0]
+
+
 def gathers(on_all: bool, rank: int, world: int) -> None:
     """Gather a weight, on rank 0 or on all ranks, and come to a barrier."""
     module = trained()

@@ -65,7 +65,6 @@ class RankMonitor:
         self.board = board
         self._turns, self._number = turns or Turns(), number
         self._has_begun = False  # a pass of this root
-        self._came_directly = False  # to the latest pass, from another of this root
         self._root = root
         self.log = PassLog(None if self._may_skip else PassKind("forward"), meetings)
         self._run = run
@@ -108,11 +107,7 @@ class RankMonitor:
         log, self._to_begin = self.log, None
         known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
-        self._came_directly, self._has_begun, self._turns.latest = (
-            self._has_begun and not kind.after,
-            True,
-            self._number,
-        )
+        self._has_begun, self._turns.latest = True, self._number
         self._late.clear()
         if self._may_skip and not all(map(self._has_known_gathers, self._of_unknown_position(kind))):
             log.forget_schedule()
@@ -375,7 +370,8 @@ class RankMonitor:
 
         Not while a pass runs: one of another root may lie inside it.
         """
-        return self._came_directly, self.log.kind is None and self._is_elsewhere
+        kind, _ = self.log.find(*self.log.position) or (None, [])
+        return kind is not None and not kind.after, self.log.kind is None and self._is_elsewhere
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
         """Return a number for the kind of the pass at a position and for each of its collectives."""

@@ -5,7 +5,7 @@ In processes of their own: ranks that differ end. ``remedies.py`` says what a ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -30,6 +30,16 @@ def trained() -> nn.Sequential:
     return module
 
 
+def apart(program: Callable[[bool, int, int], None]) -> Iterator[Call]:
+    """Try ``program`` in two processes, first not as the remedy says, then so."""
+
+    def call() -> None:
+        raise RuntimeError(run_apart(partial(program, False), 2)[1].error)
+
+    yield call
+    assert [ended.status for ended in run_apart(partial(program, True), 2)] == [0, 0]
+
+
 def evaluates(on_all: bool, rank: int, world: int) -> None:
     """Evaluate in the middle of a step, on rank 0 or on all ranks."""
     module = trained()
@@ -42,12 +52,7 @@ def evaluates(on_all: bool, rank: int, world: int) -> None:
 @remedy("outside of `if rank == 0:`", "every rank must run the same units in the same order, after the same", ranks=0)
 def evaluation_on_one_rank(rank: int) -> Iterator[Call]:
     """The model is called on all ranks."""
-
-    def call() -> None:
-        raise RuntimeError(run_apart(partial(evaluates, False), 2)[1].error)
-
-    yield call
-    assert [ended.status for ended in run_apart(partial(evaluates, True), 2)] == [0, 0]
+    yield from apart(evaluates)
 
 
 def two_models(in_one_order: bool, rank: int, world: int) -> None:
@@ -61,12 +66,7 @@ def two_models(in_one_order: bool, rank: int, world: int) -> None:
 @remedy("run the forwards and backwards of all models in one order on all ranks", ranks=0)
 def models_in_another_order(rank: int) -> Iterator[Call]:
     """They run in one order."""
-
-    def call() -> None:
-        raise RuntimeError(run_apart(partial(two_models, False), 2)[1].error)
-
-    yield call
-    assert [ended.status for ended in run_apart(partial(two_models, True), 2)] == [0, 0]
+    yield from apart(two_models)
 
 
 def gathers(on_all: bool, rank: int, world: int) -> None:

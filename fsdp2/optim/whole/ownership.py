@@ -185,9 +185,9 @@ class RankSet:
         """Yield buckets of ``used``, parameters with the dtypes of their gradients.
 
         Parameters whose owners this rank exchanges nothing with are left out. A bucket has up to ``limit`` bytes for
-        each owner, or as many as the largest parameter in it. Every owner begins
-        with its largest parameters, and every bucket has some of each owner that has any left. So all owners compute at
-        the same time: several small ones where another has a large one, and none are left when the large ones are done.
+        each owner, or as many as the largest parameter in it. Every owner begins with its largest parameters, and every
+        bucket has some of each owner that has any left. So all owners compute at the same time: several small ones
+        where another has a large one, and none are left when the large ones are done.
         """
         queues: dict[int, list[tuple[Owned, torch.dtype]]] = {}
         for entry in sorted(reversed(used), key=_nbytes):

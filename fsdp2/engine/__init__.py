@@ -15,7 +15,8 @@ residency  what of a group is in memory, what its modules show, and every move b
 gradients  a group's gradients on their way out
 unreduced  gradients that backwards have left to a later reduction
 gradient_plan  which of them leave together, in which dtypes and layout
-observer   the collectives of a pass, and the observer that sees each before it starts
+observer   sees each collective of a pass before it starts
+collective  the collectives of a pass, and the kinds of passes
 buffers    a group's memory
 subgroup   pieces kept on few neighbouring ranks after forward
 portions   pieces for the shard axis, with shard_over_replicas

@@ -12,8 +12,9 @@ from typing import Any
 
 from fsdp2._torch.autograd import queue_end_of_backward
 from fsdp2._torch.hooks import dispatch_modes
+from fsdp2.engine.collective import Collective
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.observer import Collective, Observer
+from fsdp2.engine.observer import Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.phase import Phase
 

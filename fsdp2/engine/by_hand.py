@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fsdp2.engine.collective import Launch, PassKind, launch_unobserved
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.observer import Launch, PassKind, launch_unobserved
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext, are_copied, with_outdated_portions
 from fsdp2.engine.unit import FSDPState

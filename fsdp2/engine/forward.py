@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from fsdp2.engine.collective import Collective
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.itinerary import ForwardRoute
-from fsdp2.engine.observer import Collective, Observer
+from fsdp2.engine.observer import Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.pending import Pending
 

@@ -14,8 +14,8 @@ from fsdp2._torch.autograd import graph_task_id, will_accumulate
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.comm.context import CommContext
 from fsdp2.comm.reduce import Finished, ReducePlan, reduce_chunk
+from fsdp2.engine.collective import AS_COMPUTED, Collective, Launch, ObservedGroup
 from fsdp2.engine.gradient_plan import GradientPlan
-from fsdp2.engine.observer import AS_COMPUTED, Collective, Launch, ObservedGroup
 from fsdp2.engine.param import FSDPParam, accumulate_gradients, have_gradients, take_gradients
 from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.unreduced import Unreduced

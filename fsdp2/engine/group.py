@@ -17,8 +17,8 @@ from fsdp2 import _trace
 from fsdp2._torch.tensors import set_local_tensor
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.buffers import ShardStore
+from fsdp2.engine.collective import Collective, Launch, launch_unobserved
 from fsdp2.engine.gradients import GroupGradients
-from fsdp2.engine.observer import Collective, Launch, launch_unobserved
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Site
 from fsdp2.engine.phase import Phase, PhaseTracker

@@ -1,118 +1,18 @@
-"""The collectives of a pass, and the observer that sees each one before it is launched.
+"""The observer of passes, which sees each collective before it is launched.
 
-A *pass* is a forward, a backward, a finalization or a synchronization under one root, or what the caller gathers
-between passes. It launches gathers, and reductions of chunks of gradients. Ranks that launch different collectives
-would wait for each other for ever, so ``fsdp2/ranks`` observes them. The engine asks the observer about a collective in
-one method, ``Pass.launch``.
+Ranks that launch different collectives would wait for each other for ever, so ``fsdp2/ranks`` observes passes. The
+engine asks about a collective in one method, ``Pass.launch``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from fsdp2.engine.buffers import ShardStore
-from fsdp2.engine.param import FSDPParam
+from fsdp2.engine.collective import Collective, PassKind
 
-__all__ = [
-    "AS_COMPUTED",
-    "END",
-    "Answer",
-    "CanJoin",
-    "Collective",
-    "CollectiveKind",
-    "Launch",
-    "ObservedGroup",
-    "Observer",
-    "PassKind",
-    "Unobserved",
-    "launch_unobserved",
-    "make_observer",
-    "observe_with",
-]
-
-
-class ObservedGroup(Protocol):
-    """A group of parameters, as far as an observer has to know one (``FSDPParamGroup``, whose file imports this)."""
-
-    name: str
-    params: list[FSDPParam]
-    store: ShardStore
-
-
-CollectiveKind = Literal[
-    "gather",
-    "gather over replicas",  # at the beginning of a pass, of the groups in PassKind.portions
-    "reduce",
-    "end",  # of the pass
-    "stay",  # only in lists that ranks compare: of the groups in PassKind.stayed, nothing is gathered
-]
-
-
-class Collective(NamedTuple):
-    """One collective of a pass.
-
-    ``part`` says what ranks must agree on beside the kind and the group: the formats and sizes of a gather, the
-    parameters whose gradients a reduction sends, and ``AS_COMPUTED`` if they are sent narrower than they are summed.
-    """
-
-    kind: CollectiveKind
-    group: ObservedGroup | None  # None at the end of a pass
-    part: tuple[int, ...] = ()
-
-
-AS_COMPUTED = -1
-"""In ``Collective.part`` of a reduction, behind the indices: gradients are sent narrower than they are summed."""
-END = Collective("end", None)
-"""The end of a pass, shown to the observer like a collective."""
-
-
-_FORWARDS = ("forward", "evaluation", "evaluation in a method")
-_BACKWARDS = ("backward", "finalization", "synchronization")
-
-
-class PassKind(NamedTuple):
-    """The kind of a pass. Two passes of one kind, after the same kinds of passes, are expected to launch the
-    same collectives.
-
-    So a kind must contain every fact that changes the collectives from one pass to the next on all ranks alike.
-    """
-
-    name: str  # in _FORWARDS or _BACKWARDS, or that of the function that the caller gathered with
-    detail: str = ""  # which groups reduce, in words because errors show them
-    used: tuple[int, ...] = ()
-    """Of a backward: the groups marked with ``set_reduce_scatter_unused_params`` that its forwards gathered."""
-    stayed: tuple[int, ...] = ()
-    """Of a backward: the groups that its forwards ended with and left in memory, which it does not gather again."""
-    forwards: int = 0
-    """Of a backward with such groups: how many forwards it may be on, those included that launched no collective."""
-    portions: tuple[int, ...] = ()
-    """Of other passes: the groups whose portions it gathers first, because their shards have changed."""
-    after: int = 0
-    """The number of another root, whose pass began before this one; 0 if one of the same root did, or none."""
-
-    def __str__(self) -> str:
-        text = f"{self.name} ({self.detail})" if self.detail else self.name
-        return f"{text} after a pass of another root" if self.after else text
-
-    def with_portions(self, groups: tuple[int, ...]) -> PassKind:
-        """Return the kind of a pass that gathers the portions of these ``groups`` first."""
-        return self._replace(portions=groups)
-
-    def behind(self, root: int) -> PassKind:
-        """Return the kind of a pass before which one of another ``root``, by its number, began."""
-        return self._replace(after=root)
-
-    @property
-    def is_forward(self) -> bool:
-        """True of a forward, with or without gradients, also if a registered method calls it."""
-        return self.name in _FORWARDS
-
-    @property
-    def is_backward(self) -> bool:
-        """True if it reduces gradients."""
-        return self.name in _BACKWARDS
+__all__ = ["Answer", "CanJoin", "Observer", "Unobserved", "make_observer", "observe_with"]
 
 
 class Answer(Enum):
@@ -189,19 +89,6 @@ class Unobserved:
 
     def forget_units(self) -> None:
         """Do nothing."""
-
-
-class Launch(Protocol):
-    """Shows a collective to the observer of a pass and calls ``start``, or leaves an ``optional`` one for later."""
-
-    def __call__(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
-        """Return whether ``start`` was called."""
-
-
-def launch_unobserved(collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
-    """Start a collective outside of any observed pass."""
-    start()
-    return True
 
 
 MakeObserver = Callable[[Any, PassKind, "Exception | None"], "Observer | None"]

@@ -16,8 +16,9 @@ from torch import nn
 from fsdp2._torch.autograd import graph_task_id
 from fsdp2._torch.hooks import dispatch_modes
 from fsdp2.autograd.boundary import Boundary
+from fsdp2.engine.collective import END, Collective
 from fsdp2.engine.group import FSDPParamGroup, ranks_may_skip
-from fsdp2.engine.observer import END, Answer, Collective, Observer
+from fsdp2.engine.observer import Answer, Observer
 from fsdp2.engine.phase import Phase
 
 __all__ = ["Call", "CallKind", "Pass", "Unit", "backward_runs"]

@@ -33,7 +33,7 @@ from fsdp2._warn import warn
 from fsdp2.comm.context import CommContext
 from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
-from fsdp2.engine.observer import Collective, Launch, ObservedGroup
+from fsdp2.engine.collective import Collective, Launch, ObservedGroup
 from fsdp2.engine.param import FSDPParam, Shown, shows
 from fsdp2.engine.stamp import Stamp
 from fsdp2.engine.subgroup import SubgroupShards

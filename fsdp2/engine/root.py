@@ -16,10 +16,11 @@ from fsdp2.autograd.hooks import ChildList
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.backward import BackwardPass, Synchronization
+from fsdp2.engine.collective import PassKind
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup, ranks_may_skip
 from fsdp2.engine.itinerary import Itinerary
-from fsdp2.engine.observer import Observer, PassKind, Unobserved, make_observer
+from fsdp2.engine.observer import Observer, Unobserved, make_observer
 from fsdp2.engine.param import Site
 from fsdp2.engine.passes import Pass, Unit, backward_runs
 from fsdp2.engine.pending import Pending

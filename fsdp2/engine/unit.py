@@ -36,9 +36,9 @@ from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.autograd.trees import Tree
 from fsdp2.engine.backward import BackwardPass
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
+from fsdp2.engine.collective import launch_unobserved
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.observer import launch_unobserved
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.passes import Call, CallKind, Pass, backward_runs
 from fsdp2.engine.registry import Registry

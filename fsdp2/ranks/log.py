@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fsdp2.engine.collective import END, Collective, PassKind
 from fsdp2.engine.itinerary import MOST_CONTEXTS, Context, Contexts
-from fsdp2.engine.observer import END, Collective, PassKind
 
 __all__ = ["PassLog"]
 

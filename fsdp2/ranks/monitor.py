@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
+from fsdp2.engine.collective import AS_COMPUTED, END, Collective, ObservedGroup, PassKind
 from fsdp2.engine.group import FSDPParamGroup, ranks_may_skip
-from fsdp2.engine.observer import AS_COMPUTED, END, Answer, CanJoin, Collective, ObservedGroup, PassKind
+from fsdp2.engine.observer import Answer, CanJoin
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board, History
 from fsdp2.ranks.log import PassLog

@@ -22,7 +22,8 @@ from fsdp2._torch.collectives import default_store, group_timeout, without_modes
 from fsdp2._warn import warn
 from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import is_of_collective, observe_waits
-from fsdp2.engine.observer import PassKind, observe_with
+from fsdp2.engine.collective import PassKind
+from fsdp2.engine.observer import observe_with
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board, latest
 from fsdp2.ranks.monitor import RankMonitor, Turns

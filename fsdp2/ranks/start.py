@@ -7,8 +7,8 @@ import zlib
 from typing import Any, NamedTuple
 
 from fsdp2._warn import warn
+from fsdp2.engine.collective import PassKind
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.observer import PassKind
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board
 

@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from fsdp2.engine.observer import END, Answer, Collective, PassKind
+from fsdp2.engine.collective import END, Collective, PassKind
+from fsdp2.engine.observer import Answer
 from fsdp2.ranks import board
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor

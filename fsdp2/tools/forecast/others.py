@@ -6,17 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fsdp2.engine.collective import END, Collective, CollectiveKind, PassKind
 from fsdp2.engine.group import ranks_may_skip
-from fsdp2.engine.observer import (
-    END,
-    Answer,
-    CanJoin,
-    Collective,
-    CollectiveKind,
-    Observer,
-    PassKind,
-    observe_with,
-)
+from fsdp2.engine.observer import Answer, CanJoin, Observer, observe_with
 from fsdp2.engine.root import RootContext
 
 __all__ = ["others_use_everything"]

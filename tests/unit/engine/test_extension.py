@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard, summon_full_params
+from fsdp2.engine.collective import Collective
 from fsdp2.engine.extension import GroupExtensions
-from fsdp2.engine.observer import Answer, Collective, Unobserved
+from fsdp2.engine.observer import Answer, Unobserved
 from tests.support.fake import fake_mesh
 
 

@@ -17,7 +17,8 @@ import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.comm.gather import Gathering, start_gather
 from fsdp2.engine import portions
-from fsdp2.engine.observer import Answer, CanJoin, Collective, Observer
+from fsdp2.engine.collective import Collective
+from fsdp2.engine.observer import Answer, CanJoin, Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext
 from fsdp2.engine.unit import FSDPState

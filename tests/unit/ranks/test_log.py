@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp2.engine.observer import Collective, PassKind
+from fsdp2.engine.collective import Collective, PassKind
 from fsdp2.ranks.log import PassLog
 
 A, B, C, D = (Collective("gather", SimpleNamespace(name=name)) for name in "abcd")

@@ -7,7 +7,8 @@ unit       one fully_shard call: what happens around the forward and backward of
 root       the root of a tree of units: what they share, and what outlives a pass
 backward   a backward pass
 forward    a forward pass
-passes     what both have in common: collectives before an observer, units that only other ranks use
+passes     what both have in common: collectives before an observer
+joining    units that some ranks skip: what a pass launches for other ranks
 pending    what forwards leave for backwards
 itinerary  which groups the passes under a root use, in which order
 group      parameters that communicate together, and what happens to them around a forward and a backward
@@ -16,6 +17,7 @@ gradients  a group's gradients on their way out
 unreduced  gradients that backwards have left to a later reduction
 gradient_plan  which of them leave together, in which dtypes and layout
 observer   sees each collective of a pass before it starts
+agreement  what ranks agree on if some of them may skip units
 collective  the collectives of a pass, and the kinds of passes
 buffers    a group's memory
 subgroup   pieces kept on few neighbouring ranks after forward

@@ -12,11 +12,10 @@ from typing import Any
 
 from fsdp2._torch.autograd import queue_end_of_backward
 from fsdp2._torch.hooks import dispatch_modes
-from fsdp2.engine.collective import Collective
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.joining import JoiningInBackward, JoiningInSynchronization
 from fsdp2.engine.observer import Observer
 from fsdp2.engine.passes import Pass
-from fsdp2.engine.phase import Phase
 
 __all__ = ["BackwardPass", "Synchronization"]
 
@@ -30,13 +29,13 @@ class BackwardPass(Pass):
     """
 
     in_backward = True
+    joins = JoiningInBackward
 
     def __init__(self, groups: list[FSDPParamGroup], observer: Observer) -> None:
         super().__init__(groups, observer)
         self.creates_graph = False  # the backward is differentiable: what it saves are views of full parameters
         self.started = False
         self.recomputed: dict[Any, None] = {}  # units; a checkpoint may stop in the middle of their calls
-        self.over = False  # autograd's backward has ended, so no group waits for a gradient any more
         self._more_follow = False  # later backwards may use what this one gathers ahead
         self._end: weakref.ref[Callable[[], None]] | None = None  # what autograd calls at the end of its backward
 
@@ -54,39 +53,6 @@ class BackwardPass(Pass):
         """True if it started and will not end, because it raised: autograd has dropped the function to call then."""
         return self.started and (self._end is None or self._end() is None)
 
-    def is_done_with(self, group: FSDPParamGroup) -> bool:
-        """Return whether this pass will not use ``group`` any more."""
-        return not group.is_entered or self.over
-
-    def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
-        """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later.
-
-        If ranks may skip units, a reduction is left for later when the other ranks are known to launch it later: ranks
-        that skip a unit meet the others in another order. It is launched in its turn, or when the backward ends.
-        """
-        if collective.kind == "reduce" and not self.over:
-            optional = optional or self._some_skip
-        return super().launch(collective, start, optional=optional)
-
-    def _can_join_reduction(self, group: FSDPParamGroup, planned: bool) -> bool:
-        """Return whether gradients of ``group``, or zeros, may leave before this rank would send them by itself.
-
-        Where ranks have ``planned`` it, the group's own backward must be over on this rank, or not come.
-        """
-        reduced = group.phases.phase is Phase.REDUCED
-        if not group.store.options.reduce_unused:  # all ranks use it: its gradients were left for later
-            return self._some_skip and not group.is_reduced and (self.over or reduced)
-        if self.over and not group.is_reduced:
-            return True
-        done = self.over or not planned or reduced or not group.gradients.will_come()
-        return not group.is_entered and done  # also again: others may use it several times
-
-    def join_before_end(self) -> None:
-        """Launch the collectives that other ranks are known to take before a backward ends, as far as this rank can."""
-        while (collective := self.observer.joins_before_end(self.can_join)) is not None:
-            if not self.join(collective):
-                break
-
     def post_backward(self, group: FSDPParamGroup) -> None:
         """Reduce the gradients of ``group``, which backward is done with, and free it unless more backwards need it."""
         if self.over:
@@ -100,10 +66,7 @@ class Synchronization(Pass):
     """The reductions that backwards have not made, which the caller asks for between passes."""
 
     in_backward = True
-
-    def can_join(self, collective: Collective, planned: bool) -> bool:
-        """Return False: all ranks have left gradients of the same groups unreduced, of skipped units as well."""
-        return False
+    joins = JoiningInSynchronization
 
     def post_backward(self, group: FSDPParamGroup) -> None:
         """Reduce the gradients that backwards have left in ``group``."""

@@ -56,7 +56,7 @@ def _gather_between_passes(
         try:
             _start(groups, run.launch)
             run.end()
-            for group in run.gathered_skippable:
+            for group in run.used_by_some:
                 if group not in groups:
                     group.residency.lower()  # gathered for the sake of other ranks, as far as these were known
         except BaseException:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fsdp2.engine.collective import Collective
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.itinerary import ForwardRoute
+from fsdp2.engine.joining import JoiningInForward
 from fsdp2.engine.observer import Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.pending import Pending
@@ -20,6 +20,7 @@ class ForwardPass(Pass):
     """One forward. An unobserved one is an evaluation that one replica may run alone."""
 
     in_forward = True
+    joins = JoiningInForward
 
     def __init__(
         self,
@@ -43,7 +44,6 @@ class ForwardPass(Pass):
         self.route = route
         self.ended_with: FSDPParamGroup | None = None  # the last group whose forward ended and freed it, or would have
         self.stayed: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
-        self._passed: FSDPParamGroup | None = None  # the last unit that this rank has passed by
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Start gathering what is needed later in the pass, unless other ranks gather it only later."""
@@ -86,34 +86,14 @@ class ForwardPass(Pass):
         """Return whether ``group`` stays until the pass ends, because this rank may use it again, and others not."""
         return group.store.options.any_order and not self.is_quiet(group)
 
-    def pass_by(self, collective: Collective) -> None:
-        """Free the unit that was passed by before, so that those that a rank skips are not in memory together."""
-        before, self._passed = self._passed, self._group_of(collective)
-        if before is None or before is self._passed or before.store.options.any_order:
-            return
-        if before.residency.is_gathering:
-            before.release(before.after_forward)
-
     def end_part(self, route: ForwardRoute[FSDPParamGroup]) -> None:
         """End what the observer and the itinerary see as one pass; another part follows, on ``route``."""
         super().end()
-        self._release_joined()
         self.route = route
 
     def end(self) -> None:
         """Free what the pass gathered and nothing holds."""
         super().end()
-        self._release_joined()
         for group in self.groups:
             group.end_forward_pass(self)
         self.is_running = False
-
-    def _release_joined(self) -> None:
-        """Leave the groups that ranks may skip in one state on all ranks; the next pass, and backward, depend on it.
-
-        Some were gathered for the others' sake, or ahead of a use that did not come; or kept, since it might come
-        again.
-        """
-        for group in self.gathered_skippable:
-            if group.residency.is_gathering or (group.store.options.any_order and not group.is_entered):
-                group.release(group.after_forward)  # as on ranks that used it

@@ -6,7 +6,7 @@ is the business of its ``Residency``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.residency import Level, Residency
 from fsdp2.engine.stamp import Stamp
 
-__all__ = ["FSDPParamGroup", "UsingPass", "ranks_may_skip"]
+__all__ = ["FSDPParamGroup", "UsingPass"]
 
 
 class UsingPass(Protocol):
@@ -446,8 +446,3 @@ class FSDPParamGroup:
         self.residency.reset()
         self.gradients.reset()
         self.phases.reset()
-
-
-def ranks_may_skip(groups: Iterable[FSDPParamGroup]) -> bool:
-    """Return whether some ranks may skip any of ``groups`` while others use it."""
-    return any([group.store.options.reduce_unused for group in groups])

@@ -1,35 +1,26 @@
 """The observer of passes, which sees each collective before it is launched.
 
 Ranks that launch different collectives would wait for each other for ever, so ``fsdp2/ranks`` observes passes. The
-engine asks about a collective in one method, ``Pass.launch``.
+engine shows a collective in one method, ``Pass.launch``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from typing import Any, Protocol
 
+from fsdp2.engine.agreement import Agreement, Unasked
 from fsdp2.engine.collective import Collective, PassKind
 
-__all__ = ["Answer", "CanJoin", "Observer", "Unobserved", "make_observer", "observe_with"]
-
-
-class Answer(Enum):
-    """An observer's answer about a collective; it may also be another collective, which the pass must launch first."""
-
-    LAUNCH = 0  # start it now
-    LATER = 1  # start it when it is needed: only an optional collective, a prefetch, gets this answer
-
-
-CanJoin = Callable[[Collective, bool], bool]
-"""``Pass.can_join``: whether a pass can *join* a collective, that is launch it because other ranks need it.
-
-Called with the collective, and with True if a known pass has it here and not once more later."""
+__all__ = ["Observer", "Unobserved", "make_observer", "observe_with"]
 
 
 class Observer(Protocol):
-    """Sees every pass under one root. Each method may raise, and then the pass does not go on."""
+    """Sees every pass under one root. Each method may raise, and then the pass does not go on; none answers."""
+
+    @property
+    def agreement(self) -> Agreement:
+        """What passes ask in its place if some ranks may skip units."""
 
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
         """Note that a pass starts.
@@ -38,15 +29,8 @@ class Observer(Protocol):
         it may lie inside that one: a backward inside a forward.
         """
 
-    def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
-        """Decide about ``collective``, which is about to be launched.
-
-        Returns:
-            LAUNCH, LATER, or a collective that ``can_join`` accepts and that the pass must launch first, as others do.
-        """
-
-    def joins_before_end(self, can_join: CanJoin) -> Collective | None:
-        """Return the next collective that other ranks launch before a backward ends, if ``can_join`` accepts it."""
+    def before(self, collective: Collective) -> None:
+        """Note ``collective``, which is about to be launched."""
 
     def end(self) -> None:
         """Note that the pass is over."""
@@ -67,16 +51,13 @@ class Observer(Protocol):
 class Unobserved:
     """The observer of passes that are not compared: with one process, or with rank checks off."""
 
+    agreement: Agreement = Unasked()
+
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
         """Do nothing."""
 
-    def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
-        """Let every collective be launched at once."""
-        return Answer.LAUNCH
-
-    def joins_before_end(self, can_join: CanJoin) -> Collective | None:
-        """Return None."""
-        return None
+    def before(self, collective: Collective) -> None:
+        """Do nothing."""
 
     def end(self) -> None:
         """Do nothing."""

@@ -18,8 +18,9 @@ from fsdp2.comm.context import CommContext
 from fsdp2.engine.backward import BackwardPass, Synchronization
 from fsdp2.engine.collective import PassKind
 from fsdp2.engine.forward import ForwardPass
-from fsdp2.engine.group import FSDPParamGroup, ranks_may_skip
+from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.itinerary import Itinerary
+from fsdp2.engine.joining import ranks_may_skip
 from fsdp2.engine.observer import Observer, Unobserved, make_observer
 from fsdp2.engine.param import Site
 from fsdp2.engine.passes import Pass, Unit, backward_runs
@@ -196,8 +197,7 @@ class RootContext(Generic[U]):
     def options_changed(self, setter: str) -> None:
         """Note that ``setter`` has changed an option that must be equal on all ranks.
 
-        They compare it before the next pass, and learn its collectives anew. As long as the old ones are expected, a
-        prefetch that now comes earlier would be left for later, as if other ranks did not start it.
+        They compare it before the next pass, and learn its collectives anew.
         """
         self.observer.forget(setter)
 
@@ -324,7 +324,7 @@ class RootContext(Generic[U]):
             self.comm.copies.wait()
         self.itinerary.end(run.route, trains=run.trains, ended_with=run.ended_with)
         if run.trains:
-            self.pending.end_forward(run.gathered_skippable, run.stayed)
+            self.pending.end_forward(run.used_by_some, run.stayed)
 
     def break_off_forward(self) -> None:
         """End the forward that runs, because an exception has left it; the caller may handle that and go on.

@@ -65,6 +65,7 @@ class PassLog:
         self.kind: PassKind | None = None  # of the running pass; None between passes
         self.collectives: list[Collective] = []  # of the running pass
         self.deviations = 0  # of the running pass
+        self.nested = 0  # passes inside the running one, whose collectives count as its own
         self.epoch = meetings  # the number of meetings of the ranks so far
         self._first_kind = first_kind
         self._expects: _Known | _Guessed | _Chosen | _Unscheduled = _Unscheduled()  # of the running pass
@@ -194,7 +195,12 @@ class PassLog:
         return collective in itertools.islice(self._expects.schedule, len(self.collectives) + 1, None)
 
     def follow(self, collective: Collective) -> bool:
-        """If the schedule has ``collective`` next, note it and return True. Called for every collective."""
+        """If the schedule has ``collective`` next, note it and return True. Called for every collective.
+
+        The end of an inner pass is no collective of the pass around it.
+        """
+        if self.nested and collective is END:
+            return True
         schedule, collectives = self._expects.schedule, self.collectives
         position = len(collectives)
         if position >= len(schedule) or schedule[position] != collective:

@@ -26,7 +26,8 @@ from fsdp2.engine.collective import PassKind
 from fsdp2.engine.observer import observe_with
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board, latest
-from fsdp2.ranks.monitor import RankMonitor, Turns
+from fsdp2.ranks.history import Turns
+from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.standstill import Standstill
 from fsdp2.ranks.start import compare
 from fsdp2.ranks.store import Connections, Keys, StoreEnded
@@ -129,7 +130,7 @@ class _Process:
         """Compare this process with the ranks of other roots than that of ``board``, at which it waits."""
         for monitor in self.monitors:
             if monitor.board is not board:
-                monitor.board.look(monitor, shows=False)
+                monitor.board.look(monitor.history, shows=False)
 
     def watch_waits(self) -> None:
         """Say from now on in the log in what this process waits for long, and where all other ranks are.
@@ -157,7 +158,7 @@ class _Process:
 
     def _doing(self) -> str:
         """Return what this rank does in a pass, in words; "" between passes."""
-        return next((latest(monitor) for monitor in self.monitors if monitor.log.kind is not None), "")
+        return next((latest(monitor.history) for monitor in self.monitors if monitor.log.kind is not None), "")
 
     def run(self, job: Callable[[], None]) -> None:
         """Run ``job``, which waits for other ranks, in the background thread."""
@@ -184,7 +185,7 @@ class _Process:
             if monitors:
                 monitor = monitors[turn % len(monitors)]
                 try:
-                    monitor.board.look(monitor, shows=False)
+                    monitor.board.look(monitor.history, shows=False)
                 except StoreEnded as error:  # its host may just have finished; a meeting would raise an error
                     logger.debug("rank %d: %s", self.rank, error)
         else:
@@ -206,7 +207,7 @@ class _Process:
                 self._standstill.end(failed=is_of_collective(error))
             for monitor in self.monitors:
                 if monitor.board.failure is None:
-                    did = latest(monitor)
+                    did = latest(monitor.history)
                     text = f"rank {self.rank} ended{why or (did and f', after {did}')}"
                     monitor.board.end(text, None if error is None else monitor.log.epoch)
             self._connections.wait_for_readers(_READERS_SECONDS)
@@ -307,7 +308,7 @@ class _Waits:
     def waiting(self) -> None:
         for monitor in _monitors():
             try:
-                monitor.board.look(monitor, shows=True)
+                monitor.board.look(monitor.history, shows=True)
             except StoreEnded as error:  # this may be the last collective, which will still complete
                 logger.debug("rank %d: %s", monitor.board.rank, error)
 
@@ -318,7 +319,7 @@ class _Waits:
     def failed(self, error: RuntimeError) -> None:
         for monitor in _monitors():
             try:
-                monitor.board.explain(monitor)
+                monitor.board.explain(monitor.history)
             except RuntimeError as reason:
                 raise reason from error
 

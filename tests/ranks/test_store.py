@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from fsdp2.engine.agreement import Answer
 from fsdp2.engine.collective import END, Collective, PassKind
-from fsdp2.engine.observer import Answer
 from fsdp2.ranks import board
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.monitor import RankMonitor
@@ -134,7 +134,11 @@ class Model:
         """One pass."""
         self.monitor.begin(PassKind(kind), outermost=kind == "forward")
         for step in (*steps, END):  # no unit is for some ranks alone
-            assert self.monitor.before(step, optional=False, can_join=lambda other, planned: False) is Answer.LAUNCH
+            if self.groups[0].store.options.reduce_unused:
+                answer = self.monitor.agreement.next(step, optional=False, can_join=lambda other, planned: False)
+                assert answer is Answer.LAUNCH
+            else:
+                self.monitor.before(step)
         self.monitor.end()
 
 
@@ -234,8 +238,8 @@ def test_an_option_that_is_set_is_not_advised(marked: bool) -> None:
         for group in model.groups:
             group.store.options = SimpleNamespace(reduce_unused=marked)
         model.run("forward", [Collective("gather", model.groups[unit]) for unit in units])
-        texts[rank] = model.monitor.text(*model.monitor.position(), 2)
-    error = model.monitor.refuse(texts)
+        texts[rank] = model.monitor.history.text(*model.monitor.history.position(), 2)
+    error = model.monitor.history.refuse(texts)
     assert "rank 0: gather '1' in forward; rank 1: gather '2' in forward" in error
     assert ("model[1].set_reduce_scatter_unused_params(True)" in error) is not marked
     assert ("model[1].set_reduce_scatter_unused_params(True, any_order=True)" in error) is marked
@@ -277,14 +281,13 @@ def test_a_rank_that_wakes_late_from_the_first_meeting() -> None:
         meetings = compare(boards[1], root, [], kind, None)
         model.monitor = RankMonitor(boards[1], model, lambda job: job(), meetings=meetings)
         model.monitor.begin(kind, outermost=True)
-        gather, joins = Collective("gather", model.groups[0]), lambda other, planned: False
-        assert model.monitor.before(gather, optional=False, can_join=joins) is Answer.LAUNCH
-        boards[1].look(model.monitor, shows=True)
+        model.monitor.before(Collective("gather", model.groups[0]))
+        boards[1].look(model.monitor.history, shows=True)
 
     late.others = goes_on
     with mock.patch.object(board, "_LOOK_SECONDS", (0.001, 0.001)):
         assert compare(boards[0], root, [], kind, None) == 1
-    boards[1].look(model.monitor, shows=True)
+    boards[1].look(model.monitor.history, shows=True)
     boards[1].leave()
     assert not memory.values
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fsdp2.engine.agreement import Agreement, Answer, CanJoin
 from fsdp2.engine.collective import END, Collective, CollectiveKind, PassKind
-from fsdp2.engine.group import ranks_may_skip
-from fsdp2.engine.observer import Answer, CanJoin, Observer, observe_with
+from fsdp2.engine.joining import ranks_may_skip
+from fsdp2.engine.observer import Observer, observe_with
 from fsdp2.engine.root import RootContext
 
 __all__ = ["others_use_everything"]
@@ -31,7 +32,7 @@ def others_use_everything() -> Iterator[None]:
 
 
 class _Others:
-    """An observer that records the groups that a pass uses, and joins the other ranks' collectives at its end.
+    """An observer and agreement that records the groups that a pass uses, and joins others' collectives at its end.
 
     A real rank joins these when the others come to the unit. The memory is the same: parameters that are gathered
     for others in a forward stay until its end there, too.
@@ -41,22 +42,18 @@ class _Others:
         self._root, self._forward = root, False
         self._launched: set[tuple[str, Any]] = set()
 
+    @property
+    def agreement(self) -> Agreement:
+        """What passes ask: itself."""
+        return self
+
     def begin(self, kind: PassKind, *, outermost: bool) -> None:
         """Note that a pass starts."""
         self._launched.clear()
         self._forward = kind.is_forward
 
-    def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
-        """Launch every collective immediately; before a forward ends, join the others' gathers."""
-        if collective == END and self._forward:
-            joined = self._next(["gather"], self._root.groups, can_join)
-            return Answer.LAUNCH if joined is None else joined
-        self._launched.add((collective.kind, collective.group))
-        return Answer.LAUNCH
-
-    def joins_before_end(self, can_join: CanJoin) -> Collective | None:
-        """Return the next remaining collective of the others' backward."""
-        return self._next(["gather", "reduce"], list(reversed(self._root.groups)), can_join)
+    def before(self, collective: Collective) -> None:
+        """Do nothing: passes ask the agreement."""
 
     def end(self) -> None:
         """Do nothing: there is no rank to compare with."""
@@ -69,6 +66,18 @@ class _Others:
 
     def forget_units(self) -> None:
         """Do nothing."""
+
+    def next(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
+        """Launch every collective immediately; before a forward ends, join the others' gathers."""
+        if collective == END and self._forward:
+            joined = self._next(["gather"], self._root.groups, can_join)
+            return Answer.LAUNCH if joined is None else joined
+        self._launched.add((collective.kind, collective.group))
+        return Answer.LAUNCH
+
+    def next_before_end(self, can_join: CanJoin) -> Collective | None:
+        """Return the next remaining collective of the others' backward."""
+        return self._next(["gather", "reduce"], list(reversed(self._root.groups)), can_join)
 
     def _next(self, kinds: list[CollectiveKind], groups: list[Any], can_join: CanJoin) -> Collective | None:
         for group in groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard, summon_full_params
+from fsdp2.engine.agreement import Answer, CanJoin, Unasked
 from fsdp2.engine.collective import Collective
 from fsdp2.engine.extension import GroupExtensions
-from fsdp2.engine.observer import Answer, Unobserved
+from fsdp2.engine.observer import Unobserved
 from tests.support.fake import fake_mesh
 
 
@@ -81,37 +82,37 @@ def test_what_was_gathered_is_released_where_it_is_not_needed(module: Any, relea
         module.reshard()
 
 
-class Postponing(Unobserved):
-    """Leaves every prefetch until it is needed, as where other ranks come to it later."""
+class Postponing(Unasked):
+    """Leaves every prefetch until it is needed, as if other ranks came to it later."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def before(
-        self, step: Collective, *, optional: bool, can_join: Callable[[Collective], bool]
-    ) -> Answer | Collective:
+    def next(self, step: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
         self.asked.append(step.kind)
         return Answer.LATER if optional else Answer.LAUNCH
 
 
 def test_a_prefetch_that_is_left_for_later() -> None:
-    """The tensors were encoded before the observer was asked: what they send stayed allocated until the gather that was
+    """The tensors were encoded before other ranks were asked: what they send stayed allocated until the gather that was
     needed, and that encoded them once more."""
     with fake_mesh(2, names=("dp",)) as mesh, torch.no_grad():
         model: Any = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
         for unit in (*model, model):
             fully_shard(unit, mesh=mesh)
+        model.set_reduce_scatter_unused_params(True)
         extensions = [InParts(layer.weight._local_tensor, 2) for layer in model]
         model(torch.ones(1, 4))  # sizes and order are known from now on
         root = model._get_fsdp_state().root
-        root.observer = observer = Postponing()
+        root.observer, others = Unobserved(), Postponing()
+        root.observer.agreement = others
         begun: list[list[int]] = []
         for extension in extensions:
             extension.sent = 0
         for layer in model:
             layer.register_forward_hook(lambda *_: begun.append([extension.sent for extension in extensions]))
         model(torch.ones(1, 4))
-    assert observer.asked.count("gather") > 3  # some were asked for twice
+    assert others.asked.count("gather") > 3  # some were asked for twice
     assert begun == [[2, 0, 0], [2, 2, 0], [2, 2, 2]]  # a unit that comes later has encoded nothing
 
 

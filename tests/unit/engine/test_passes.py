@@ -17,8 +17,9 @@ import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.comm.gather import Gathering, start_gather
 from fsdp2.engine import portions
+from fsdp2.engine.agreement import Answer, CanJoin
 from fsdp2.engine.collective import Collective
-from fsdp2.engine.observer import Answer, CanJoin, Observer
+from fsdp2.engine.observer import Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext
 from fsdp2.engine.unit import FSDPState
@@ -119,7 +120,6 @@ def test_a_forward_that_was_interrupted_is_forgotten_with_the_next(mesh: DeviceM
 def test_other_ranks_are_shown_what_is_gathered_by_hand(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first step to the end of the pass, since those that do not ask would pair it with another of theirs."""
     observer = mock.Mock()
-    observer.before.return_value = Answer.LAUNCH
     monkeypatch.setattr(RootContext, "observer_by_hand", lambda *unused: observer)
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
     model.unshard()
@@ -140,7 +140,6 @@ def test_ranks_are_compared_before_reductions_are_waited_for(
         model.set_requires_gradient_sync(False)
         loss.backward()
     root, seen = model._get_fsdp_state().root, mock.Mock()
-    seen.observer.before.return_value, seen.observer.joins_before_end.return_value = Answer.LAUNCH, None
     seen.finish.side_effect = root.comm.reductions.finish
     monkeypatch.setattr(root, "observer", seen.observer)
     monkeypatch.setattr(root.comm.reductions, "finish", seen.finish)
@@ -179,7 +178,6 @@ def test_what_is_not_sharded_does_not_change_what_ranks_compare(monkeypatch: pyt
     """Where one rank has all of a unit, nothing is gathered, whether it stays in memory for backward or not. So from
     the second iteration on, when it does, the backward is the same to other ranks."""
     observer = mock.Mock()
-    observer.before.return_value, observer.joins_before_end.return_value = Answer.LAUNCH, None
     with fake_mesh(2, 1, names=("replicate", "shard")) as mesh:
         model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=mesh)), mesh=mesh)
         model(torch.ones(2, 4)).sum().backward()
@@ -270,12 +268,12 @@ def test_what_a_backward_keeps_is_there_for_the_next_forward(mesh: DeviceMesh) -
 
 
 class Elsewhere:
-    """An observer of other ranks, which launch the second of three units first, then the first in another format."""
+    """The agreement with ranks that launch the second of three units first, then the first in another format."""
 
     def __init__(self, groups: list[Any]) -> None:
         self.groups, self.seen = groups, list[Any]()
 
-    def before(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
+    def next(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
         """Ask for the first unit, and inside its join for the second and for the first again."""
         first, second, _ = self.groups
         if collective.group is first and second not in self.seen:
@@ -293,10 +291,10 @@ def test_a_unit_that_is_being_joined_is_not_joined_in_itself(mesh: DeviceMesh) -
     for layer in model:
         fully_shard(layer, mesh=mesh).set_reduce_scatter_unused_params(True)
     groups = [layer._get_fsdp_state().groups[0] for layer in model]
-    observer = Elsewhere(groups)
-    run = Pass(groups, cast(Observer, observer))
+    elsewhere = Elsewhere(groups)
+    run = Pass(groups, cast(Observer, SimpleNamespace(agreement=elsewhere)))
     run.prefetch(groups[2])
-    assert observer.seen == [groups[1], groups[0], groups[2]]
+    assert elsewhere.seen == [groups[1], groups[0], groups[2]]
 
 
 def test_gradients_of_a_unit_that_all_ranks_use_wait_for_its_own_backward(mesh: DeviceMesh) -> None:
@@ -309,9 +307,9 @@ def test_gradients_of_a_unit_that_all_ranks_use_wait_for_its_own_backward(mesh: 
 
     def ask(grad: torch.Tensor) -> None:
         run = root.backward
-        assert run is not None
+        assert run is not None and run.joining is not None
         for layer in model:
-            seen.append(run.can_join(Collective("reduce", layer._get_fsdp_state().groups[0]), True))
+            seen.append(run.joining.can_join(run, Collective("reduce", layer._get_fsdp_state().groups[0]), True))
 
     model[1].register_forward_hook(lambda module, args, output: output.register_hook(ask) and None)
     model(torch.ones(2, 4)).sum().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import re
@@ -116,9 +115,10 @@ class Installation:
             )
 
     def start(self) -> None:
-        """Replace torch's functions in modules that are imported already, and hook later imports."""
-        for name in _PUBLIC:
-            importlib.import_module(name)
+        """Replace torch's functions in modules that are imported already, and hook later imports.
+
+        Those of ``_PUBLIC`` that are imported later take ours from ``torch.distributed.fsdp``.
+        """
         for name, module in list(sys.modules.items()):
             if module is not None and (name in _PUBLIC or _is_test_helper(name)):
                 self.adopt(module)

@@ -16,6 +16,7 @@ import fsdp2
 from tests.support import api
 from tests.support.parity import mesh_1d, stack
 from tests.support.pool import on_ranks
+from tests.support.processes import ended
 
 pytestmark = api.fsdp2_only
 
@@ -24,6 +25,25 @@ PLACES = (
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
 )
+
+
+LATER = """
+import sys
+from importlib import import_module
+import fsdp2
+from fsdp2.engine.group import FSDPParamGroup
+
+names = "torch.distributed._tools.fsdp2_mem_tracker", "torch.distributed._composable.fsdp"
+for name in names:
+    sys.modules.pop(name, None)
+fsdp2.install()
+tracker, home = map(import_module, names)
+assert home.fully_shard is fsdp2.fully_shard, home.fully_shard
+assert tracker.FSDPParamGroup is FSDPParamGroup, tracker.FSDPParamGroup
+fsdp2.uninstall()
+assert tracker.FSDPParamGroup is not FSDPParamGroup
+"""
+"""A program that imports two of torch's modules for the first time after ``install``."""
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +193,13 @@ def test_modules_imported_meanwhile(tmp_path, monkeypatch):
     assert early.theirs is theirs
     assert clients["client_of_torch"].shard is theirs
     assert clients["client_of_fsdp2"].shard is clients["client_of_both"].shard is fsdp2.fully_shard
+
+
+def test_modules_of_torch_imported_later():
+    """torch's other names for ``fully_shard`` are ours too if nobody had imported them before ``install``, and so is
+    the class of groups in torch's memory tracker, until ``uninstall``."""
+    status, written = ended(LATER)
+    assert status == 0, written
 
 
 def test_what_others_replaced_meanwhile_stays(monkeypatch):

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2 import WeightReceiver, WeightSender
-from fsdp2.weights.updates import collect
+from fsdp2.weights.updates import collect, sender
 from tests.support import api, processes
 from tests.support.parity import mesh_1d, shard_each
 from tests.support.pool import on_ranks
@@ -200,6 +200,21 @@ def test_a_rank_that_fails_in_the_middle(rank, world, where):
             report = job.step(group)
             assert report is None or report.full == full
             job.assert_same()
+
+
+@on_ranks(3)
+def test_a_trainer_that_fails_when_all_is_received(rank, world):
+    """The receiver has gone on by then: nothing tells it of an error, which it would take for the next update."""
+    with group_with(rank, [0, 2], one_port()) as group:
+        job = Job(rank, world)
+        if job.trains:
+            with mock.patch.object(sender, "SentWeights", side_effect=MemoryError("no memory")):
+                assert "no memory" in raised(lambda: job.step(group))
+        else:
+            job.step(group)
+        report = job.step(group)
+        assert report is None or report.full == (job.steps == 2)
+        job.assert_same()
 
 
 @contextmanager

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,25 +22,10 @@ from fsdp2 import WeightReceiver, WeightSender
 from fsdp2.weights.updates import collect, sender
 from tests.support import api, processes
 from tests.support.parity import mesh_1d, shard_each
-from tests.support.pool import on_ranks
+from tests.support.pool import LIMIT_SECONDS, POOL, on_ranks
 from tests.weights.updates.engines import WAIT, assert_equal, bitwise, group_with, nudged, raised
 
 pytestmark = api.fsdp2_only
-
-ENGINE = """
-import sys
-from datetime import timedelta
-import torch
-import fsdp2
-
-address, folder, updates = sys.argv[1], sys.argv[2], int(sys.argv[3])
-group = fsdp2.weight_sync_group(address, 1, 2, timeout=timedelta(seconds=60))
-receiver = fsdp2.WeightReceiver()
-for _ in range(updates):
-    version = receiver.receive(group)
-    torch.save(receiver.tensors, f"{folder}/{version}.pt")
-print(version)
-"""
 
 
 def one_port() -> int:
@@ -56,20 +41,44 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 5), nn.LayerNorm(5))
 
 
-@on_ranks(2)
-def test_an_engine_of_another_job(rank, world, tmp_path):
+def engine(address: str, folder: Path, updates: int) -> None:
+    """Receive so many updates in a process without a default process group."""
+    group = fsdp2.weight_sync_group(address, 1, 2, timeout=timedelta(seconds=WAIT))
+    receiver = WeightReceiver()
+    for _ in range(updates):
+        version = receiver.receive(group)
+        torch.save(receiver.tensors, folder / f"{version}.pt")
+
+
+UPDATES = (3, 2)
+"""How many each of two programs receives."""
+
+
+def test_an_engine_of_another_job(tmp_path):
     """A program without a default process group receives weights of a model in training. When it has ended, the next
     update raises an error on every rank. Another program that takes its place is sent everything, without being asked
     for, and then changes again."""
+    ports = [processes.free_port() for _ in UPDATES]
+    engines = [
+        processes.start(engine, f"127.0.0.1:{port}", tmp_path, updates, log=str(tmp_path / f"log-{port}"))
+        for port, updates in zip(ports, UPDATES)
+    ]
+    POOL.run(2, train_for_engines, {"folder": tmp_path, "ports": ports}, LIMIT_SECONDS)
+    for port, process in zip(ports, engines):
+        process.join(WAIT)
+        assert process.exitcode == 0, (tmp_path / f"log-{port}").read_text()
+    for version in range(1, sum(UPDATES) + 1):
+        assert_equal(torch.load(tmp_path / f"{version}.pt"), torch.load(tmp_path / f"expected-{version}.pt"))
+
+
+def train_for_engines(rank: int, world: int, folder: Path, ports: list[int]) -> None:
+    """Train, and send to one engine until it ends, then to the next."""
     module = model()
     shard_each(module, fsdp2, mesh=mesh_1d())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
     sender = WeightSender(module, dtype=torch.bfloat16, delta=True)
     version = 0
-    for updates in (3, 2):
-        port = one_port()
-        command = [sys.executable, "-c", ENGINE, f"127.0.0.1:{port}", str(tmp_path), str(updates)]
-        engine = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) if rank == 0 else None
+    for port, updates in zip(ports, UPDATES):
         with group_with(rank, [0], port, size=2) as group:
             for update in range(updates):
                 module(torch.randn(4, 8)).square().mean().backward()
@@ -80,36 +89,27 @@ def test_an_engine_of_another_job(rank, world, tmp_path):
                 assert (report.version, report.full) == (version, update == 0)
                 expected = dict(fsdp2.iter_full_params(module, dtype=torch.bfloat16))
                 if rank == 0:
-                    torch.save(expected, tmp_path / f"expected-{version}.pt")
-            if engine is not None:
-                output, _ = engine.communicate(timeout=60)
-                assert output.decode().strip() == str(version), output.decode()
+                    torch.save(expected, folder / f"expected-{version}.pt")
             assert raised(lambda group=group: sender.send(group)).startswith("RuntimeError")
-    for number in range(1, version + 1) if rank == 0 else ():
-        assert_equal(torch.load(tmp_path / f"{number}.pt"), torch.load(tmp_path / f"expected-{number}.pt"))
 
 
-TRAINER = """
-import os, sys
-import torch
-import fsdp2
-
-group = fsdp2.weight_sync_group(sys.argv[1], 0, 2)
-fsdp2.WeightSender(torch.nn.Linear(2, 2)).send(group)
-os._exit(1)
-"""
+def dying(address: str) -> None:
+    """Send once, and end as a process does that is killed."""
+    group = fsdp2.weight_sync_group(address, 0, 2)
+    WeightSender(nn.Linear(2, 2)).send(group)
+    os._exit(1)
 
 
-def test_a_trainer_that_dies():
+def test_a_trainer_that_dies(tmp_path):
     """A receiver that waits for the next update raises an error, and keeps the version that it has."""
     address = f"127.0.0.1:{processes.free_port()}"
-    with subprocess.Popen([sys.executable, "-c", TRAINER, address]):
-        group = fsdp2.weight_sync_group(address, 1, 2, timeout=timedelta(seconds=WAIT))
-        receiver = WeightReceiver()
-        assert receiver.receive(group) == 1
-        assert raised(lambda: receiver.receive(group)).startswith("RuntimeError")
-        assert receiver.version == 1
-        dist.destroy_process_group(group)
+    processes.start(dying, address, log=str(tmp_path / "log"))
+    group = fsdp2.weight_sync_group(address, 1, 2, timeout=timedelta(seconds=WAIT))
+    receiver = WeightReceiver()
+    assert receiver.receive(group) == 1
+    assert raised(lambda: receiver.receive(group)).startswith("RuntimeError")
+    assert receiver.version == 1
+    dist.destroy_process_group(group)
 
 
 class Job:

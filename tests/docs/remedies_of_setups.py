@@ -614,9 +614,10 @@ def loaded(path: Path, **options: Any) -> None:
 
 @remedy("safetensors, which is not installed; pip install safetensors")
 def without_safetensors(rank: int) -> Iterator[Call]:
-    """It is installed."""
+    """It is installed. Saving does without."""
     with saved() as folder:
         with without("safetensors"):
+            fsdp2.save_safetensors(model(), folder / "saved")
             yield lambda: loaded(folder)
         loaded(folder)
 

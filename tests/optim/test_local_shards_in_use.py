@@ -96,19 +96,6 @@ def test_full_parameters_that_were_kept_are_gathered_anew(rank, world):
         assert torch.equal(after, expected(batch(1))) and not torch.equal(before, after)
 
 
-@on_ranks(2)
-def test_state_that_is_not_sharded_like_its_parameter(rank, world):
-    """Somebody else has put it there: the step refuses it by name."""
-    module = build()
-    optimizer = fsdp2.use_local_shards(make("AdamW")(module.parameters()))
-    train(module, optimizer, [0])
-    first = optimizer.param_groups[0]["params"][0]
-    optimizer.state[first]["exp_avg"] = optimizer.state[first]["exp_avg"].full_tensor()
-    module(batch(0)).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"parameter 0 of its group.*not sharded like its parameter.*a plain tensor"):
-        optimizer.step()
-
-
 @on_ranks(1)
 @pytest.mark.parametrize("name", [pytest.param("SGD with momentum", marks=pytest.mark.slow), "AdamW"])
 def test_a_compiled_step(rank, world, name):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import shutil
-from unittest import mock
 
 import pytest
 import torch
@@ -168,24 +166,6 @@ def test_ties_of_different_values(rank, world, tmp_path):
     write(tmp_path / "model.safetensors", values, rank)
     with pytest.raises(RuntimeError, match="embed.weight and head.weight are one parameter"):
         fsdp2.load_safetensors(sharded("transformer", meta=True), tmp_path)
-
-
-@on_ranks(2)
-def test_the_library_is_missing(rank, world, tmp_path):
-    """Loading says what to install; saving does without."""
-    module = sharded("mlp", meta=False)
-    original = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.split(".")[0] == "safetensors":
-            raise ModuleNotFoundError(f"No module named {name!r}")
-        return original(name, *args, **kwargs)
-
-    with mock.patch.object(builtins, "__import__", without):
-        fsdp2.save_safetensors(module, tmp_path)
-        with pytest.raises(ImportError, match=r"pip install safetensors"):
-            fsdp2.load_safetensors(module, tmp_path)
-    fsdp2.load_safetensors(module, tmp_path)
 
 
 @on_ranks(1)

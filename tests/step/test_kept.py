@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from tests.ranks.apart import run_apart
 from tests.support import api
-from tests.support.counting import gathers, in_memory
+from tests.support.counting import in_memory
 from tests.support.models import children, mlp
 from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, shard_each, stack
 from tests.support.pool import on_ranks
@@ -63,92 +63,47 @@ def shards(module: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def halve(module: nn.Module, alone: nn.Module) -> None:
-    """Write to what this rank has of the root's parameters, where it has something, and to those of the other model."""
-    for sharded in shards(module):
-        if sharded.to_local().numel():
-            sharded.to_local().detach().mul_(0.5)
-    with torch.no_grad():
-        for parameter in children(alone)[-1].parameters():
-            parameter.mul_(0.5)
+# ---- what one rank alone does while full parameters are kept ----
 
 
-# ---- what one rank alone does after an evaluation ----
+def a_probe_is_stepped(module: nn.Module, alone: nn.Module) -> None:
+    """An optimizer that has nothing to do with the model, and is freed at once: a probe on its activations, say."""
+    probe = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(probe.parameters())
+    probe(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
 
 
-def a_probe_is_stepped(module: nn.Module, alone: nn.Module, rank: int) -> None:
-    """An optimizer that has nothing to do with the model: a probe on its activations, say."""
-    if rank == 0:
-        probe = nn.Linear(2, 1)
-        optimizer = torch.optim.Adam(probe.parameters())
-        probe(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+def a_state_dict_is_looked_at(module: nn.Module, alone: nn.Module) -> None:
+    """It prints how many entries there are."""
+    assert len(module.state_dict()) == len(alone.state_dict())
 
 
-def a_state_dict_is_looked_at(module: nn.Module, alone: nn.Module, rank: int) -> None:
-    """Rank 0 prints how many entries there are."""
-    if rank == 0:
-        assert len(module.state_dict()) == len(alone.state_dict())
-
-
-def a_copy_is_made(module: nn.Module, alone: nn.Module, rank: int) -> None:
-    """Rank 0 keeps its shards for a comparison later on."""
-    if rank == 0:
-        module.copied = [copy.deepcopy(module)]
-        del module.copied
+def a_copy_is_made(module: nn.Module, alone: nn.Module) -> None:
+    """It keeps its shards for a comparison later on."""
+    copy.deepcopy(module)
 
 
 LONE = [a_probe_is_stepped, a_state_dict_is_looked_at, a_copy_is_made]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reshard", [None, False])
-@pytest.mark.parametrize("act", LONE, ids=lambda act: act.__name__)
-def test_what_one_rank_does_alone(rank, world, act: Callable[..., None], reshard):
-    """After an evaluation rank 0 alone stepped a probe's optimizer, or called ``state_dict()`` to print its length.
-    It then gathered anew what the others still had: "ranks do not do the same". The count of optimizer steps was one
-    of the process, and ``state_dict`` freed what the evaluation had kept."""
-    module, alone = models(reshard_after_forward=reshard)
-    for _ in range(2):
-        evaluate(module, alone)
-        act(module, alone, rank)
-        evaluate(module, alone)
-        act(module, alone, rank)
-        train(module, alone)
-        act(module, alone, rank)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("kept_by", ["backward", "unshard"])
-def test_an_optimizer_that_one_rank_has_freed(rank, world, kept_by):
-    """Whether an optimizer that stepped had held a shard was looked up later. One that was freed by then might have,
-    so that rank gathered anew: "ranks do not do the same". When the garbage collector frees it is its own affair."""
-    module, _ = models()
+@pytest.mark.parametrize("act", LONE, ids=lambda act: act.__name__)
+def test_what_one_rank_does_alone(rank, world, act: Callable[..., None], kept_by):
+    """Rank 0 then gathered anew what the others still had: "ranks do not do the same". The count of optimizer steps was
+    one of the process, what an optimizer had held was looked up when it was perhaps freed, and ``state_dict`` freed
+    what was kept."""
+    module, alone = models()
     module.set_reshard_after_backward(kept_by != "backward")
     for _ in range(3):
         if kept_by == "unshard":
             module.unshard(recurse=True)
-        probe = nn.Linear(2, 1)
-        optimizer = torch.optim.Adam(probe.parameters())
-        probe(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
         if rank == 0:
-            del optimizer
-        module(inputs()).sum().backward()
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("reshard, explicit", [(None, False), (False, True), (2, False)])
-def test_shards_written_where_there_is_something_to_write(rank, world, reshard, explicit):
-    """After an evaluation every rank that has elements wrote to them through ``to_local()``: those with an empty shard
-    did not see a change, computed with what was kept, and left the others waiting."""
-    module, alone = models(reshard_after_forward=reshard)
-    evaluate(module, alone)
-    halve(module, alone)
-    if explicit:
-        module.unshard()
-    train(module, alone)
-    train(module, alone)
+            act(module, alone)
+        output = module(inputs())
+        torch.testing.assert_close(output, alone(inputs()))
+        output.sum().backward()
 
 
 def one_shard_written(rank: int, world: int) -> None:
@@ -170,38 +125,7 @@ def test_one_shard_written_while_full_parameters_are_held():
         assert re.search("rank 0: evaluation.*; rank 1: backward", ended.error), ended
 
 
-@on_ranks(2)
-def test_a_forward_that_one_rank_did_not_end(rank, world):
-    """Rank 1's last unit raised, and rank 0 was told so: some units were kept on one rank and not on the other. The
-    next forward gathers all of them."""
-    module, alone = models(reshard_after_forward=False)
-    failing = children(module)[0].register_forward_hook(lambda *unused: 1 / 0)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError), torch.no_grad():
-            module(inputs())
-        if rank == 1:
-            children(module)[0].reshard()
-    failing.remove()
-    evaluate(module, alone)
-    train(module, alone)
-
-
-# ---- what it costs ----
-
-
-@on_ranks(2)
-def test_how_often_is_gathered(rank, world):
-    """A training step gathers the root and the unit that forward ends with once, an evaluation gathers each unit."""
-    module, alone = models()
-    train(module, alone)
-    units = 2  # with parameters: the first layer, and the root
-    again = units - 2  # for backward, which finds the root and the last unit
-    assert gathers(lambda: train(module, alone)) == units + again
-    for _ in range(2):
-        assert gathers(lambda: evaluate(module, alone)) == units
-    assert gathers(lambda: train(module, alone)) == units + again
-    two = lambda: (module(inputs()).sum() + module(inputs(1)).sum()).backward()
-    assert gathers(two) <= 2 * (units + again) - 2  # the second forward finds both
+# ---- writes ----
 
 
 @on_ranks(2)
@@ -245,58 +169,6 @@ def test_where_that_warning_is_an_error(rank, world):
     assert not (model[1].bias.full_tensor() == 1).any()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("how", ["foreach", "data"])
-def test_a_teacher_that_follows_its_student(rank, world, how):
-    """A mean teacher is never trained, so its root stays as its first evaluation left it. ``torch._foreach_lerp_`` on
-    shards counts no version, nor does what goes through ``.data``, so it computed with its first weights for ever
-    (torch's still does)."""
-    (student, teacher), (student_alone, teacher_alone) = zip(models(), models())
-    both = ((teacher, student), (teacher_alone, student_alone))
-    pairs = [(list(one.parameters()), list(other.parameters())) for one, other in both]
-    for _ in range(3):
-        evaluate(teacher, teacher_alone)
-        train(student, student_alone)
-        for averages, currents in pairs:
-            with torch.no_grad():
-                if how == "foreach":
-                    torch._foreach_lerp_(averages, currents, 0.5)
-                else:
-                    for average, current in zip(averages, currents):
-                        average.data.lerp_(current, 0.5)
-    evaluate(teacher, teacher_alone)
-
-
-# ---- writes ----
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("then", [evaluate, train, "reshard", "state_dict", "summon"])
-def test_weights_changed_after_an_evaluation(rank, world, then):
-    """The root showed full weights then, and ``p.mul_(.5)`` over ``model.parameters()`` held for one forward and
-    vanished (with torch's it still does)."""
-    module, alone = models()
-    evaluate(module, alone)
-    with torch.no_grad():
-        for one in (module, alone):
-            for parameter in one.parameters():
-                parameter.mul_(0.5)
-    if then == "reshard":
-        module.reshard()
-    elif then == "state_dict":
-        for name, value in module.state_dict().items():
-            torch.testing.assert_close(value.full_tensor(), alone.state_dict()[name])
-    elif then == "summon":
-        with api.ours.summon_full_params(module):
-            for got, expected in zip(module.parameters(), alone.parameters()):
-                torch.testing.assert_close(got, expected)
-    else:
-        then(module, alone)
-    evaluate(module, alone)
-    train(module, alone)
-    evaluate(module, alone)
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("trained", [False, True])
 def test_data_assigned_to_shards(rank, world, trained):
@@ -335,28 +207,6 @@ def test_full_parameters_written_after_the_backward_that_left_them(rank, world, 
         module(inputs())
 
 
-# ---- gradients ----
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zero_grad_after_an_evaluation(rank, world, to_none):
-    """The root showed full weights then, whose gradients were cleared, and those of the shards went into the next step
-    (with torch's they still do)."""
-    module, alone = models()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
-    for _ in range(3):
-        for one, optimizer in zip((module, alone), optimizers):
-            one(inputs(1)).square().mean().backward()
-            optimizer.step()
-        evaluate(module, alone)
-        for one in (module, alone):
-            one.zero_grad(set_to_none=to_none)
-        for shard in shards(module):
-            assert shard.grad is None if to_none else not shard.grad.full_tensor().any()
-    evaluate(module, alone)
-
-
 # ---- the unit that forward ends with, which stays in memory from the second iteration on ----
 
 
@@ -382,20 +232,6 @@ def test_shards_between_forward_and_backward(rank, world):
                     parameter.mul_(0.5)
         del unused
         evaluate(module, alone)
-
-
-@on_ranks(2)
-def test_forwards_that_no_backward_follows_keep_no_unit(rank, world):
-    """A frozen teacher that is run with gradients enabled kept the unit that its forward ended with, besides its root,
-    through the student's whole step."""
-    module, alone = models()
-    module.requires_grad_(False)
-    for _ in range(3):
-        torch.testing.assert_close(module(inputs()), alone(inputs()))
-        assert not in_memory(children(module)[0])
-    module.requires_grad_(True)
-    for _ in range(3):
-        train(module, alone)
 
 
 @on_ranks(2)

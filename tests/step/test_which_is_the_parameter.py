@@ -88,17 +88,6 @@ def test_a_deep_copy_after_an_evaluation_with_other_weights(rank, world, trained
     step_on_both(clone, copy.deepcopy(alone))
 
 
-@on_ranks(1, 2)
-def test_recovery_after_an_evaluation_with_other_weights(rank, world):
-    """The weights were replaced, and no longer required gradients."""
-    module, alone = pair()
-    expected = values(alone)
-    evaluate_others(module)
-    module.reset_iter_state()
-    assert_values(module, expected)
-    step_on_both(module, alone)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("setter", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 def test_synchronization_after_an_evaluation_with_other_weights(rank, world, setter):
@@ -124,7 +113,6 @@ READERS: dict[str, Callable[[Any], object]] = {
     "double, float": lambda module: module.double().float(),
     "load": lambda module: module.load_state_dict(module.state_dict()),
     "reset": lambda module: module.reset_iter_state(),
-    "deepcopy": lambda module: copy.deepcopy(module),
     "synchronize": lambda module: module.synchronize_gradients(),
 }
 

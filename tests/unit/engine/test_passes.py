@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,9 +17,6 @@ import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.comm.gather import Gathering, start_gather
 from fsdp2.engine import portions
-from fsdp2.engine.agreement import Answer, CanJoin
-from fsdp2.engine.collective import Collective
-from fsdp2.engine.observer import Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext
 from fsdp2.engine.unit import FSDPState
@@ -265,55 +262,6 @@ def test_what_a_backward_keeps_is_there_for_the_next_forward(mesh: DeviceMesh) -
     model.set_reshard_after_backward(False)
     model(torch.ones(2, 4)).sum().backward()
     assert gathers(lambda: model(torch.ones(2, 4))) == 0
-
-
-class Elsewhere:
-    """The agreement with ranks that launch the second of three units first, then the first in another format."""
-
-    def __init__(self, groups: list[Any]) -> None:
-        self.groups, self.seen = groups, list[Any]()
-
-    def next(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:
-        """Ask for the first unit, and inside its join for the second and for the first again."""
-        first, second, _ = self.groups
-        if collective.group is first and second not in self.seen:
-            return Collective("gather", second)
-        wanted = Collective("gather", first, (1,))  # in another format than this rank's
-        if collective.group is not second and first not in self.seen and can_join(wanted, True):
-            return wanted
-        self.seen.append(collective.group)
-        return Answer.LAUNCH
-
-
-def test_a_unit_that_is_being_joined_is_not_joined_in_itself(mesh: DeviceMesh) -> None:
-    """It was, after another one had been joined in it, without end."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    for layer in model:
-        fully_shard(layer, mesh=mesh).set_reduce_scatter_unused_params(True)
-    groups = [layer._get_fsdp_state().groups[0] for layer in model]
-    elsewhere = Elsewhere(groups)
-    run = Pass(groups, cast(Observer, SimpleNamespace(agreement=elsewhere)))
-    run.prefetch(groups[2])
-    assert elsewhere.seen == [groups[1], groups[0], groups[2]]
-
-
-def test_gradients_of_a_unit_that_all_ranks_use_wait_for_its_own_backward(mesh: DeviceMesh) -> None:
-    """Ranks that skip a unit come earlier to the reductions of the others, but these join only with their gradients."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    shard_each(model, fsdp2, mesh=mesh)
-    model[1].set_reduce_scatter_unused_params(True)
-    root = model._get_fsdp_state().root
-    seen: list[bool] = []
-
-    def ask(grad: torch.Tensor) -> None:
-        run = root.backward
-        assert run is not None and run.joining is not None
-        for layer in model:
-            seen.append(run.joining.can_join(run, Collective("reduce", layer._get_fsdp_state().groups[0]), True))
-
-    model[1].register_forward_hook(lambda module, args, output: output.register_hook(ask) and None)
-    model(torch.ones(2, 4)).sum().backward()
-    assert seen == [False, False, False]
 
 
 @pytest.mark.parametrize("recurse", [True, False])

@@ -17,14 +17,13 @@ from torch import nn
 from fsdp2._torch.modules import cached_parametrizations
 from fsdp2.autograd import hooks
 from fsdp2.autograd.reach import is_made_since
-from fsdp2.autograd.trees import PLAIN, Tree
+from fsdp2.autograd.trees import LEFT_LEVELS, PLAIN, Tree
 
 __all__ = ["SideOutputs"]
 
 _NOT_OWN = frozenset(nn.Module().__dict__)
 _PLAIN = PLAIN | {BuiltinFunctionType, MethodType}
 _CONTAINERS = frozenset({list, tuple, dict, set, frozenset, deque})
-_LEVELS = 3
 
 Attribute = tuple[dict[str, Any], str]
 """A module's ``__dict__``, and a name in it."""
@@ -92,7 +91,7 @@ class SideOutputs:
                 self._list_attributes()
                 return self._find()
             value = attributes[name]
-            if type(value) not in _PLAIN and (isinstance(value, torch.Tensor) or _may_hold(value, _LEVELS)):
+            if type(value) not in _PLAIN and (isinstance(value, torch.Tensor) or _may_hold(value, LEFT_LEVELS)):
                 found.append((attributes, name))
         return found
 
@@ -137,7 +136,7 @@ def _may_hold(value: Any, levels: int) -> bool:
         return value.__closure__ is not None
     if kind in _CONTAINERS:
         items = value.values() if kind is dict else value
-    elif levels < _LEVELS or isinstance(value, nn.Module):  # objects inside others may lead anywhere
+    elif levels < LEFT_LEVELS or isinstance(value, nn.Module):  # objects inside others may lead anywhere
         return isinstance(value, torch.Tensor)
     elif getattr(kind, "__slots__", ()):
         return True

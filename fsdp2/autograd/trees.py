@@ -26,13 +26,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fsdp2._torch.tensors import pytree
 
-__all__ = ["PLAIN", "Tree"]
+__all__ = ["LEFT_LEVELS", "PLAIN", "Tree"]
 
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _LEAVES = (*PLAIN, type, ModuleType, nn.Module, BuiltinFunctionType)
 _LEVELS = 64
 _SEARCHED_LEVELS = 8  # attributes of attributes may lead anywhere
-_LEFT_LEVELS = 3  # for attributes of modules, all of which each forward looks at
+LEFT_LEVELS = 3  # for attributes of modules, all of which each forward looks at
 _LEFT_ITEMS = 64  # larger containers among them are not walked: vocabularies, for instance
 
 Parts = dict[Any, Any]
@@ -79,7 +79,7 @@ class Tree:
         self._left = left
         for position, value in enumerate(values):
             if type(value) not in PLAIN:
-                found = self._look(value, _LEFT_LEVELS if left else _LEVELS, searching=False, written=False)
+                found = self._look(value, LEFT_LEVELS if left else _LEVELS, searching=False, written=False)
                 if found is not None:
                     self._nodes[position] = found
 

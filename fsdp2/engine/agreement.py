@@ -1,4 +1,4 @@
-"""What ranks agree on where some of them may skip units that others use: which collective all of them launch next.
+"""What ranks agree on if some of them may skip units: which collective all launch next.
 
 Only models with such units (``set_reduce_scatter_unused_params``) need an agreement. In all others each rank knows by
 itself what comes next, and an observer raises if ranks differ.
@@ -12,14 +12,14 @@ from typing import Protocol
 
 from fsdp2.engine.collective import Collective
 
-__all__ = ["Agreement", "Answer", "CanJoin", "Unasked"]
+__all__ = ["Agreement", "Answer", "CanJoin", "NoAgreement"]
 
 
 class Answer(Enum):
-    """What ranks have agreed on about a collective. It may also be another one, which the pass has to launch first."""
+    """What ranks have agreed on. Instead there may be another collective, which the pass has to launch first."""
 
     LAUNCH = 0  # start it now
-    LATER = 1  # start it when it is needed: only an optional collective, a prefetch, gets this answer
+    LATER = 1  # start it later; only an optional one gets this: a prefetch, or a reduction in a backward that runs
 
 
 CanJoin = Callable[[Collective, bool], bool]
@@ -42,7 +42,7 @@ class Agreement(Protocol):
         """Return the next collective that other ranks launch before a backward ends, if ``can_join`` accepts it."""
 
 
-class Unasked:
+class NoAgreement:
     """No agreement: there is no other rank, or ranks are not compared."""
 
     def next(self, collective: Collective, *, optional: bool, can_join: CanJoin) -> Answer | Collective:

@@ -51,14 +51,11 @@ def _gather_between_passes(
     else:
         observer = root.observer_by_hand(units, kind)
         kind = kind.with_portions(root.numbers_of(with_outdated_portions(groups)))
-        observer.begin(kind, outermost=True)
         run = Pass(groups, observer)
+        run.begin(kind, outermost=True)
         try:
             _start(groups, run.launch)
             run.end()
-            for group in run.used_by_some:
-                if group not in groups:
-                    group.residency.lower()  # gathered for the sake of other ranks, as far as these were known
         except BaseException:
             observer.abandon()
             raise

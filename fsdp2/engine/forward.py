@@ -46,7 +46,7 @@ class ForwardPass(Pass):
         self.stayed: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
 
     def prefetch(self, group: FSDPParamGroup) -> None:
-        """Start gathering what is needed later in the pass, unless other ranks gather it only later."""
+        """Start gathering what is needed later in the pass; if ranks may skip units, it may be left for later."""
         if group.residency.is_outdated():
             group.reshard()  # its pieces were made of other shards
         super().prefetch(group)
@@ -89,11 +89,12 @@ class ForwardPass(Pass):
     def end_part(self, route: ForwardRoute[FSDPParamGroup]) -> None:
         """End what the observer and the itinerary see as one pass; another part follows, on ``route``."""
         super().end()
+        self.joining = self.make_joining()  # the next part knows nothing of what this one has joined
         self.route = route
 
     def end(self) -> None:
         """Free what the pass gathered and nothing holds."""
         super().end()
         for group in self.groups:
-            group.end_forward_pass(self)
+            group.end_forward_pass(self, trains=self.trains)
         self.is_running = False

@@ -187,7 +187,7 @@ class GroupGradients:
         if self is None:
             return
         backward = self._backward
-        if backward is None:
+        if backward is None or backward.ended:  # one that ended may still wait for ``finalize_backward``
             self._notice_backward()
             return
         self.comm.lanes.compute.catch_up()

@@ -320,12 +320,12 @@ class FSDPParamGroup:
         else:
             residency.note_left()  # the pass, which frees it at its end, may come again, behind a write
 
-    def end_forward_pass(self, run: UsingPass) -> None:
-        """Free what the forward ``run`` under the root gathered and what is not kept."""
+    def end_forward_pass(self, run: UsingPass, *, trains: bool) -> None:
+        """Free what the forward ``run`` under the root gathered and what is not kept; ``trains``: with gradients."""
         if self.is_used_in_another(run):
             return
         self._used_by = None
-        self.residency.end_portions(keep=torch.is_grad_enabled())
+        self.residency.end_portions(keep=trains)
         self.residency.lower()
 
     def break_off_forward(self, run: UsingPass, *, trains: bool) -> None:
@@ -443,6 +443,8 @@ class FSDPParamGroup:
 
     def reset(self) -> None:
         """Show shards, drop gradients, and wait for what is in flight (recovery)."""
+        self._used_by = None
+        self.forget_shards()
         self.residency.reset()
         self.gradients.reset()
         self.phases.reset()

@@ -49,6 +49,7 @@ def _group_of(collective: Collective) -> FSDPParamGroup | None:
 class JoiningPass(Protocol):
     """A pass, as far as joining has to know one (``passes.Pass``)."""
 
+    groups: list[FSDPParamGroup]
     in_backward: bool
     over: bool  # autograd's backward has ended
 
@@ -60,13 +61,17 @@ class JoiningPass(Protocol):
 
 
 class Joining:
-    """What one pass does for other ranks. The pass is an argument of each method: no cycle may keep it alive."""
+    """What one pass does for other ranks.
+
+    The pass is an argument of each method: a cycle would keep it, and the tensors of its calls, until the garbage
+    collector runs.
+    """
 
     def __init__(self, agreement: Agreement) -> None:
         self.gathered: dict[FSDPParamGroup, None] = {}  # of marked units, because some rank uses them; on all alike
         self._agreement = agreement
         self._launched = 0  # collectives so far
-        self._joining: list[FSDPParamGroup] = []  # whose collectives are being launched because other ranks need them
+        self._being_joined: list[FSDPParamGroup] = []  # its collectives are being launched
 
     def launch(
         self, run: JoiningPass, collective: Collective, start: Callable[[], None], *, optional: bool = False
@@ -98,9 +103,9 @@ class Joining:
         the collective here and not once more later. Otherwise they have just chosen it together, or it follows again.
         """
         group = _group_of(collective)
-        # A join may launch another collective than the expected one, and asking for that again would never end. And
-        # nothing that summon_full_params shows is gathered or freed.
-        if group is None or group in self._joining or group.residency.summoned:
+        # A join may launch another collective than the expected one. The ranks then still expect that one, and to join
+        # the group again in its own join would never end. Nothing that summon_full_params shows is gathered or freed.
+        if group is None or group in self._being_joined or group.residency.summoned:
             return False
         if collective.kind == "gather":
             return self._can_join_gather(run, group)
@@ -114,8 +119,11 @@ class Joining:
             if not self._join(run, collective):
                 break
 
-    def end(self) -> None:
-        """Leave the marked groups in one state on all ranks."""
+    def end(self, run: JoiningPass) -> None:
+        """Free what was gathered for other ranks alone; here that is what the pass was not asked for."""
+        for group in self.gathered:
+            if group not in run.groups:
+                group.residency.lower()
 
     def _can_join_gather(self, run: JoiningPass, group: FSDPParamGroup) -> bool:
         residency = group.residency
@@ -125,6 +133,7 @@ class Joining:
             # A gather that this rank joined is in flight. The others have used and freed the group, and gather it
             # again: in a backward, or in a forward that frees the group.
             return run.in_backward or group.after_forward is not False
+        # Not in memory; or it is, but this rank does not use it now, and frees it first (``_join_gather``).
         return residency.needs_gather or run.over or not group.is_entered
 
     def _can_join_reduction(self, run: JoiningPass, group: FSDPParamGroup, planned: bool) -> bool:
@@ -139,14 +148,14 @@ class Joining:
         """
         group, before = _group_of(collective), self._launched
         assert group is not None
-        self._joining.append(group)
+        self._being_joined.append(group)
         try:
             if collective.kind == "gather":
                 self._join_gather(run, group)
             else:
                 run.post_backward(group)
         finally:
-            self._joining.pop()
+            self._being_joined.pop()
         return self._launched > before
 
     def _join_gather(self, run: JoiningPass, group: FSDPParamGroup) -> None:
@@ -179,7 +188,7 @@ class JoiningInForward(Joining):
         if before.residency.is_gathering:
             before.release(before.after_forward)
 
-    def end(self) -> None:
+    def end(self, run: JoiningPass) -> None:
         """Leave the marked groups in one state on all ranks; the next pass, and backward, depend on it.
 
         Some were gathered for the others' sake, or ahead of a use that did not come; or kept, since it might come

@@ -1,7 +1,7 @@
 """The observer of passes, which sees each collective before it is launched.
 
 Ranks that launch different collectives would wait for each other for ever, so ``fsdp2/ranks`` observes passes. The
-engine shows a collective in one method, ``Pass.launch``.
+engine shows a collective in one method, ``Pass.launch``. If ranks may skip units, a pass asks an agreement instead.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from fsdp2.engine.agreement import Agreement, Unasked
+from fsdp2.engine.agreement import Agreement, NoAgreement
 from fsdp2.engine.collective import Collective, PassKind
 
 __all__ = ["Observer", "Unobserved", "make_observer", "observe_with"]
@@ -20,17 +20,17 @@ class Observer(Protocol):
 
     @property
     def agreement(self) -> Agreement:
-        """What passes ask in its place if some ranks may skip units."""
+        """The agreement that passes ask instead if some ranks may skip units."""
 
-    def begin(self, kind: PassKind, *, outermost: bool) -> None:
+    def begin(self, kind: PassKind, *, outermost: bool, agrees: bool) -> None:
         """Note that a pass starts.
 
         If it is ``outermost`` (a forward, or a gather between passes), a pass that has not ended was aborted. Otherwise
-        it may lie inside that one: a backward inside a forward.
+        it may lie inside that one: a backward inside a forward. ``agrees``: it asks the ``agreement``.
         """
 
     def before(self, collective: Collective) -> None:
-        """Note ``collective``, which is about to be launched."""
+        """Note ``collective``, which a pass that asks no agreement is about to launch."""
 
     def end(self) -> None:
         """Note that the pass is over."""
@@ -51,9 +51,9 @@ class Observer(Protocol):
 class Unobserved:
     """The observer of passes that are not compared: with one process, or with rank checks off."""
 
-    agreement: Agreement = Unasked()
+    agreement: Agreement = NoAgreement()
 
-    def begin(self, kind: PassKind, *, outermost: bool) -> None:
+    def begin(self, kind: PassKind, *, outermost: bool, agrees: bool) -> None:
         """Do nothing."""
 
     def before(self, collective: Collective) -> None:

@@ -1,7 +1,7 @@
-"""The base of forward and backward passes, which run under one root and launch their collectives before its observer.
+"""One pass under a root, which shows its collectives to the root's observer.
 
-A pass is made when the outermost unit enters a forward, and when the first hook of a backward runs. It holds what is
-true only while it runs, and is dropped when it ends.
+A gather by hand is a plain ``Pass``; the other kinds have classes of their own. A pass holds what is true only while it
+runs, and is dropped when it ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from fsdp2._torch.autograd import graph_task_id
 from fsdp2._torch.hooks import dispatch_modes
 from fsdp2.autograd.boundary import Boundary
-from fsdp2.engine.collective import END, Collective
+from fsdp2.engine.collective import END, Collective, PassKind
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.joining import Joining, ranks_may_skip
 from fsdp2.engine.observer import Observer
@@ -62,7 +62,7 @@ class Call:
 
 
 class Pass:
-    """One pass under a root: a forward, a backward, or a part of one that the caller asks for."""
+    """One pass under a root, or the base of one."""
 
     in_backward = False
     is_running = True  # until it ends, or breaks off
@@ -79,10 +79,14 @@ class Pass:
         # other members did not run, and calls that raised.
         self.entered: dict[Any, Call] = {}
         self.outer_modes = dispatch_modes()  # around the pass; others may belong to a checkpoint inside it
-        self.joining = self.joins(observer.agreement) if ranks_may_skip(groups) else None
+        self.joining = self.make_joining()
         self._users: dict[FSDPParamGroup, set[Any]] = {}  # of a group that several units share, those that use it now
 
     # ---- collectives ----
+
+    def make_joining(self) -> Joining | None:
+        """Return how the pass takes part in collectives of units that ranks may skip, if there are such units."""
+        return self.joins(self.observer.agreement) if ranks_may_skip(self.groups) else None
 
     def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Show ``collective`` to the observer, which raises if ranks differ, and call ``start``.
@@ -96,8 +100,12 @@ class Pass:
         start()
         return True
 
+    def begin(self, kind: PassKind, *, outermost: bool) -> None:
+        """Tell the observer that the pass begins."""
+        self.observer.begin(kind, outermost=outermost, agrees=self.joining is not None)
+
     def prefetch(self, group: FSDPParamGroup) -> None:
-        """Start gathering what is needed later in the pass, unless other ranks gather it only later."""
+        """Start gathering what is needed later in the pass; if ranks may skip units, it may be left for later."""
         group.start_unshard(self.launch, in_backward=self.in_backward, optional=True)
         if self.in_forward:
             group.residency.note_ahead(loud=not self.quietly)
@@ -107,7 +115,7 @@ class Pass:
         self.launch(END, lambda: None)
         self.observer.end()
         if self.joining is not None:
-            self.joining.end()
+            self.joining.end(self)
 
     def join_before_end(self) -> None:
         """Launch what other ranks need before the pass ends."""

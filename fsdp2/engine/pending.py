@@ -38,12 +38,15 @@ class Pending:
             self._calls_left[group] += 1
 
     def leave_call(self, group: FSDPParamGroup) -> bool:
-        """Note that a backward has reached the inputs of one call of ``group``; return whether it was the last call.
+        """Note that a backward has reached the inputs of one call of ``group``, and return whether to reduce now.
 
+        Ranks may call a unit that some skip a different number of times, so it sends its gradients after the last call.
         Without a gradient of its inputs, a call counts until the end of the backward.
         """
-        self._calls_left[group] -= 1
-        return self._calls_left[group] <= 0
+        if not group.store.options.reduce_unused:
+            return True
+        self._calls_left[group] = max(self._calls_left[group] - 1, 0)  # a retained graph reaches a call once more
+        return not self._calls_left[group]
 
     def expects(self, group: FSDPParamGroup) -> bool:
         """Return whether a backward through ``group`` is still to come."""

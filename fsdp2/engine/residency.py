@@ -9,7 +9,7 @@ outlives its use; ``_MOVES`` says which level may follow which. Everyone else us
 * ``lower``: free what is above a level, except what is kept;
 * ``free``: keep the shards alone.
 
-Who gathers for a pass lowers to the shards when its use or the pass is over, and need not know who else needs the
+A pass that gathers lowers to the shards when its use, or the pass, is over, and need not know who else needs the
 memory. What is kept is what a backward will need, what ``set_reshard_after_backward(False)`` keeps for the next
 forward, or what the caller asked for with ``unshard()``. What can be used later has a ``Stamp`` of the shards that it
 was made of: a forward that finds others gathers anew.
@@ -95,7 +95,7 @@ class Residency:
         # While summon_full_params shows some of the parameters, nothing is gathered or freed: what is in memory stays
         # there, and is shown again afterwards.
         self.summoned: dict[FSDPParam, Summoning] = {}
-        # While a forward with gradients runs: the generation of the full parameters before it, and their versions.
+        # Of the latest forward with gradients: the generation of the full parameters before it, and their versions.
         self._before_forward: tuple[int, list[int]] | None = None
         self._forget_memory()
         store.show(store.params, "shards", over_others=True)
@@ -503,7 +503,7 @@ class Residency:
         self._free_pieces()
         self._move(Level.SHARDS)
         self._forget_memory()
-        if lost:  # last: where warnings are errors, this raises
+        if lost:  # last, because this raises if warnings are errors
             warn(
                 f"{', '.join(lost)}: values were written to the full parameters that unshard() or use_weights "
                 "gathered. They are lost, because these are copies of the shards, and are freed now. Write inside "

@@ -230,6 +230,8 @@ class RootContext(Generic[U]):
         run = ForwardPass(self.groups, observer, unit, route, pending, observed=not alone)
         if earlier is not None:
             earlier.is_running = False
+            if earlier.observed:
+                self.itinerary.break_off()
         for group in run.groups:
             group.begin_forward_pass(run, aborted=aborted)
         # Not yet those of groups that may be updated first.
@@ -243,7 +245,7 @@ class RootContext(Generic[U]):
         if alone:
             self.observer.abandon()  # what an interrupt has left
         else:
-            self.observer.begin(kind, outermost=True)
+            run.begin(kind, outermost=True)
         event, self.post_optim_event = self.post_optim_event, None
         self.comm.lanes.gather_after_compute(event)  # gathers read the shards that compute, or an optimizer, wrote
         for group in outdated:  # all of them at once: the replicate axis may be slow, and portions stay anyway
@@ -269,7 +271,7 @@ class RootContext(Generic[U]):
                 self.itinerary.end(run.route)
             kind = PassKind("evaluation in a method")
             run.end_part(self.itinerary.begin(kind.name, alone=not run.observed, in_method=True))
-            run.observer.begin(kind, outermost=True)
+            run.begin(kind, outermost=True)
 
     def numbers_of(self, groups: Iterable[FSDPParamGroup]) -> tuple[int, ...]:
         """Return the numbers by which all ranks know ``groups``, in ascending order."""
@@ -371,7 +373,7 @@ class RootContext(Generic[U]):
             self.pending.manual = self.finalizes_manually
             self.itinerary.begin_backward(first_stays=not self._ends_wide)
         more = "" if self.is_last_backward else ", more to come"
-        run.observer.begin(self._backward_kind("backward", more), outermost=False)
+        run.begin(self._backward_kind("backward", more), outermost=False)
         run.end_with_autograd(partial(self.end_backward, run))
         return run
 
@@ -417,9 +419,12 @@ class RootContext(Generic[U]):
             self._settle(run, self._left_by_backward(in_order, manual=manual))
             for unit in (*run.recomputed, *run.entered):
                 unit.forget_calls(run)
+            run.recomputed.clear()  # what is left to ``finalize_backward`` refers to the pass
+            run.entered.clear()
             if manual:
                 for group in groups:
                     group.phases.enter("defer_backward")
+                    group.gradients.note_end()
                     group.gradients.unreduced.await_finalization()
             else:
                 self.await_backward(groups)
@@ -435,6 +440,7 @@ class RootContext(Generic[U]):
 
         The forward computes with it, or has gathered it ahead, and the backward has no gradient of it.
         """
+        # Ranks end a backward alike, whichever of them use a unit that may be skipped.
         if group.store.options.reduce_unused or group.gradients.left_over():
             return False
         return group.phases.phase in (Phase.FORWARD, Phase.IDLE)
@@ -518,13 +524,22 @@ class RootContext(Generic[U]):
         self.comm.reductions.abandon(self.groups)
         self.comm.lanes.compute.leave_backward()
         self.observer.abandon()
-        for group in self.groups:
-            group.reset()
-        if self.forward is not None:
-            self.forward.is_running = False
+        # Before groups: one of these may raise, since what it waits for has failed.
+        for run in (self.forward, self.backward):
+            if run is not None:
+                run.is_running = False
+                self._forget_calls(run)
         self.forward = self.backward = None
         self._pending = Pending()
         self.itinerary = Itinerary()  # ranks may have stopped at different places
+        for group in self.groups:
+            group.reset()
+
+    def _forget_calls(self, run: Pass) -> None:
+        """Forget the calls that ``run`` has left unended: they refer to tensors, whose graph refers to units."""
+        for unit in self.all_states:
+            unit.forget_calls(run)
+        run.entered.clear()
 
     # ---- backwards that the caller ends ----
 
@@ -558,7 +573,7 @@ class RootContext(Generic[U]):
         self.backward = run = BackwardPass(self.groups, self.observer)
         run.start(more_follow=False)  # so that the next forward finds it if it raises
         with torch.no_grad(), _trace.span("finalize_backward", self):
-            self.observer.begin(self._backward_kind("finalization"), outermost=False)
+            run.begin(self._backward_kind("finalization"), outermost=False)
             self._settle(run, self._left_to_finalization())
         self.backward = None
         reduction = self.comm.finalizing = GradientReduction(self, run)
@@ -576,7 +591,7 @@ class RootContext(Generic[U]):
         run = Synchronization(self.groups, self.observer)
         try:
             with torch.no_grad(), _trace.span("synchronize_gradients", self):
-                self.observer.begin(PassKind("synchronization"), outermost=True)
+                run.begin(PassKind("synchronization"), outermost=True)
                 self._settle(run, left)
                 self._await_reductions(left)
             for group in groups:

@@ -614,8 +614,7 @@ class FSDPState(ComposableState):
         root = self.root
         run = root.start_backward()
         for group in reversed(groups):
-            # Ranks may call a unit that some skip a different number of times, so it sends its gradients once.
-            if not group.store.options.reduce_unused or root.pending.leave_call(group):
+            if root.pending.leave_call(group):
                 run.post_backward(group)
 
     def notice_backward(self) -> None:
@@ -697,12 +696,16 @@ class FSDPState(ComposableState):
                 unit._root = None  # its next forward looks for a root
         for unit, name in names.items():
             unit._run_under(root, name)
-        root.take_over(list(names), self.modules[0])
-        root.forget_units()
-        self._share_lanes()
-        for unit in names:
-            if unit not in before:
-                unit._prepare(in_root=self)
+        try:
+            root.take_over(list(names), self.modules[0])
+            root.forget_units()
+            self._share_lanes()
+            for unit in names:
+                if unit not in before:
+                    unit._prepare(in_root=self)
+        except BaseException:
+            root.all_states = before  # the next forward looks again, and refuses again
+            raise
 
     def _run_under(self, root: RootContext[FSDPState], name: str) -> None:
         """Run under ``root`` from now on, whose module calls this unit's modules ``name``."""

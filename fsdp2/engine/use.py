@@ -41,12 +41,12 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     """
     used = groups_below(module, required_by="use_weights")
     before = [(group.residency.kept, group.residency.shown) for group in used]
-    gather_by_hand(used, "use_weights")
-    for group in used:
-        group.wait_for_unshard()
-        if torch.is_grad_enabled():
-            group.gradients.watch_all()
     try:
+        gather_by_hand(used, "use_weights")
+        for group in used:
+            group.wait_for_unshard()
+            if torch.is_grad_enabled():
+                group.gradients.watch_all()
         with torch.autograd.graph.saved_tensors_hooks(*_saving(used)):
             yield module
     finally:

@@ -1,4 +1,4 @@
-"""Which collective all ranks launch next, where some of them may skip units that others use.
+"""Which collective all ranks launch next, if some of them may skip units that others use.
 
 As long as a pass follows a known schedule, the schedule says it. Otherwise all ranks choose each collective together.
 """
@@ -34,7 +34,7 @@ class RankAgreement:
 
     def begin(self, kind: PassKind) -> None:
         """Begin a pass. Ranks do not follow the schedule that is known for it if one may use a unit that it lacks."""
-        self._late.clear()
+        self._late.clear()  # of a pass that was aborted
         if not all(map(self._has_known_gathers, self._of_unknown_position(kind))):
             self._log.forget_schedule()
 
@@ -65,6 +65,7 @@ class RankAgreement:
     def end(self) -> None:
         """End a pass, and learn from its collectives."""
         log = self._log
+        self._late.clear()
         gathered = [one.group for one in log.collectives if one.kind == "gather" and one.group is not None]
         if log.kind is not None and log.kind.is_backward:
             self._needed_in_backward.update(group for group in gathered if group.store.options.reduce_unused)
@@ -103,10 +104,12 @@ class RankAgreement:
                 if optional and (collective.kind == "gather" if log.chosen else log.expects_later(collective)):
                     return Answer.LATER
                 if log.chosen:  # the other ranks launch a collective that this rank can neither launch nor join
-                    words = self._history.words
-                    did = {self._board.ranks[0]: words.did(log.kind, expected), -1: words.did(log.kind, collective)}
-                    self._board.fail(self._history.refuse(did), log.epoch)
-            # Choose, and look again at the collective that is expected then.
+                    words, rank = self._history.words, self._board.rank
+                    other = next(one for one in self._board.ranks if one != rank)
+                    did = {other: words.did(log.kind, expected), rank: words.did(log.kind, collective)}
+                    self._board.fail(self._history.refuse(did), log.epoch)  # raises
+            # Choose, and look again at the collective that is expected then. If none was chosen, ranks that can wait
+            # put theirs off, and the others choose again.
             if optional and collective.kind == "reduce" and self._comes_in_any_order(collective.group):
                 self._late[collective] = None
                 return Answer.LATER
@@ -135,7 +138,7 @@ class RankAgreement:
         """
         log, groups = self._log, self._root.groups
         state = self._history.at_meeting(collective, compares=False)
-        want: dict[str, Any] = {**self._described(collective), "waits": optional}
+        want: dict[str, Any] = {**self._described(collective), "optional": optional}
         if log.kind is not None and log.kind.is_backward:
             # A rank that computes with a unit, or will, cannot join its reduction.
             skippable = [group for group in groups if group.store.options.reduce_unused]
@@ -157,13 +160,13 @@ class RankAgreement:
     def _described(self, collective: Collective) -> dict[str, Any]:
         """Return ``collective`` as other ranks read it when all choose together."""
         if collective.group is None:
-            return {"collective": [collective.kind, None, []], "optional": False}
+            return {"collective": [collective.kind, None, []], "marked": False}
         number = self._root.groups.index(cast(FSDPParamGroup, collective.group))
         return {
             "collective": [collective.kind, number, list(collective.part)],
             # If ranks want different units that some may skip, all take the first of them: this is its order.
             "order": self._history.words.order(self._log.kind, collective),
-            "optional": collective.group.store.options.reduce_unused,
+            "marked": collective.group.store.options.reduce_unused,
         }
 
 
@@ -178,8 +181,8 @@ def _choose_among(wants: dict[int, Any]) -> tuple[Any, bool] | None:
     gathers = [want for want in wants.values() if want["collective"][0] == "gather"]
     inside = {number for want in wants.values() for number in want.get("inside", ())}
     # Gathers first. A rank that reduces can join them and wait. One that gathers cannot join every reduction: it may be
-    # about to use that unit too, as where a checkpoint recomputes both before the backward of either.
-    if may_skip := [want for want in gathers if want["optional"]]:
+    # about to use that unit too, as when a checkpoint recomputes both before the backward of either.
+    if may_skip := [want for want in gathers if want["marked"]]:
         return min(may_skip, key=_in_order)["collective"], apart
     late = [one for want in wants.values() for one in want.get("late", ()) if one["collective"][1] not in inside]
     if late:  # in one order, whatever the order in which ranks have come to them
@@ -188,7 +191,7 @@ def _choose_among(wants: dict[int, Any]) -> tuple[Any, bool] | None:
         return first, False
     chosen = _choose_apart(list(wants.values()), inside)
     # Each rank may want to send gradients of a unit with which another one still computes.
-    later = any(want["waits"] and want["collective"][0] == "reduce" for want in wants.values())
+    later = any(want["optional"] and want["collective"][0] == "reduce" for want in wants.values())
     return (chosen, True) if chosen is not None or later else None
 
 
@@ -199,11 +202,11 @@ def _choose_apart(wants: list[Any], inside: set[int]) -> Any:
     """
     gathers = [want for want in wants if want["collective"][0] == "gather"]
     reductions = [want for want in wants if want["collective"][0] == "reduce"]
-    if may_skip := [want for want in reductions if want["optional"] and want["collective"][1] not in inside]:
+    if may_skip := [want for want in reductions if want["marked"] and want["collective"][1] not in inside]:
         return min(may_skip, key=_in_order)["collective"]
     # Where some ranks skip a unit, they may prefetch the next one. The prefetch can wait for what others need, but not
     # for a reduction: who prefetches may still use units inside the reduced one, which the others have skipped.
-    needed = [want for want in wants if not (want["waits"] and want in gathers)]
+    needed = [want for want in wants if not (want["optional"] and want in gathers)]
     if gathers and reductions and len(gathers) + len(reductions) == len(wants):
         needed = [want for want in needed if want in gathers] or [min(gathers, key=_in_order)]
     same = bool(needed) and all(want["collective"] == needed[0]["collective"] for want in needed)

@@ -97,8 +97,8 @@ class Board:
     | want/EPOCH/DIGEST      | how many ranks want the same                                                         |
     | wanted/EPOCH/NUMBER    | one of these wishes, and the rank that came with it first                            |
     | wanted_count/EPOCH     | the number of different wishes                                                       |
-    | board                  | what one rank did, where ranks differ ("parted"), or an error for all ("failure")    |
-    | did/RANK               | what this rank did where ranks differ                                                |
+    | board                  | what one rank did, if ranks differ ("parted"), or an error for all ("failure")       |
+    | did/RANK               | what this rank did if ranks differ                                                   |
     | read                   | how many ranks have read the error                                                   |
     | ended                  | what the first rank that ended without an error did last                             |
     """
@@ -124,7 +124,7 @@ class Board:
         self._timeout = timeout
         self._lock = RLock()  # for the attributes below; not held while a thread waits for a meeting
         self._shown = ""  # the value that this rank wrote on the board
-        self._answered = False  # this rank wrote what it did where ranks differ
+        self._answered = False  # this rank wrote what it did if ranks differ
 
     # ---- meeting ----
 

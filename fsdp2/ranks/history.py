@@ -34,13 +34,16 @@ class PassHistory:
         self.words = Words(root)
 
     @property
-    def is_elsewhere(self) -> bool:
-        """True if another root has begun a pass since this one did; before its first pass, ranks have met."""
+    def _is_elsewhere(self) -> bool:
+        """True if another root has begun a pass since this one did; False before its first, which follows a meeting."""
         return self._has_begun and self._turns.latest != self._number
 
     def with_turn(self, kind: PassKind) -> PassKind:
-        """Return the ``kind`` of a pass of this root; collectives are matched by order, also those of other roots."""
-        return kind.behind(self._turns.latest) if self.is_elsewhere else kind
+        """Return ``kind`` with the root whose pass began before this one, if another's did.
+
+        A communicator matches the collectives of all roots by their order.
+        """
+        return kind.behind(self._turns.latest) if self._is_elsewhere else kind
 
     def take_turn(self) -> None:
         """Note that a pass of this root begins, with a collective."""
@@ -51,6 +54,10 @@ class PassHistory:
         kind, collectives = self._log.kind, self._log.collectives
         if kind is not None and kind.name == "forward":
             self.words.forward_positions = {collective.group: i for i, collective in enumerate(collectives)}
+
+    def forget_order(self) -> None:
+        """Forget that order, since units were inserted or removed."""
+        self.words.forward_positions = {}
 
     def at_meeting(
         self, collective: Collective | None, *, compares: bool = True, setters: Iterable[str] = ()
@@ -64,7 +71,10 @@ class PassHistory:
         launched = self._with_beginning(kind, self._log.collectives)
         listed = [*launched, *([] if collective is None else [collective])]
         lines: list[Line] = options_of(self._root) if setters else []
-        title = f"{kind} after {', '.join(sorted(setters))}" if setters else str(kind)
+        # Ranks on which it was not aborted know what follows, and wait in a collective instead of meeting.
+        aborted = ["a pass that was aborted"] if self._log.after_aborted else []
+        before = [*aborted, *sorted(setters)]
+        title = f"{kind} after {', '.join(before)}" if before else str(kind)
         numbers = self._digests(title, listed) + [zlib.crc32(line.compared.encode()) for line in lines]
 
         def texts() -> list[str]:
@@ -83,7 +93,7 @@ class PassHistory:
         Not while a pass runs: one of another root may lie inside it.
         """
         kind, _ = self._log.find(*self._log.position) or (None, [])
-        return kind is not None and not kind.after, self._log.kind is None and self.is_elsewhere
+        return kind is not None and not kind.after, self._log.kind is None and self._is_elsewhere
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
         """Return a number for the kind of the pass at a position and for each of its collectives."""
@@ -121,7 +131,7 @@ class PassHistory:
         """Return one of these in words, or "" if this rank has not launched it."""
         kind, collectives = self._log.find(epoch, number) or (None, [])
         if not index:
-            return str(kind) if kind is not None else ELSEWHERE if self.is_elsewhere else ""
+            return str(kind) if kind is not None else ELSEWHERE if self._is_elsewhere else ""
         collectives = self._with_beginning(kind, collectives)
         return self.words.did(kind, collectives[index - 1]) if index <= len(collectives) else ""
 
@@ -168,5 +178,5 @@ class StateAtMeeting:
         return self._later.turns()
 
     def refuse(self, texts: dict[int, str]) -> str:
-        """Return the error text where ranks differ."""
+        """Return the error text if ranks differ."""
         return self._later.refuse(texts)

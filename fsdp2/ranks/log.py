@@ -65,7 +65,9 @@ class PassLog:
         self.kind: PassKind | None = None  # of the running pass; None between passes
         self.collectives: list[Collective] = []  # of the running pass
         self.deviations = 0  # of the running pass
-        self.nested = 0  # passes inside the running one, whose collectives count as its own
+        self.after_aborted = False  # the pass before the running one was aborted, on this rank at least
+        self._aborted = False  # the last pass was
+        self._nested = 0  # passes inside the running one, whose collectives count as its own
         self.epoch = meetings  # the number of meetings of the ranks so far
         self._first_kind = first_kind
         self._expects: _Known | _Guessed | _Chosen | _Unscheduled = _Unscheduled()  # of the running pass
@@ -106,6 +108,7 @@ class PassLog:
             self._next.clear()
             self._known.clear()
         self._first_kind = None
+        self.after_aborted, self._aborted = self._aborted, False
         self._running_contexts = self._contexts.of_pass(kind)
         self._next.update(dict.fromkeys(self._contexts.latest(), kind))
         self._contexts.add(kind)
@@ -130,9 +133,23 @@ class PassLog:
         self._leave()
 
     def abandon(self) -> None:
-        """End a pass that was aborted, on this rank at least."""
-        self._leave()
-        self._contexts.clear()
+        """End the pass that runs, if one does: it was aborted, on this rank at least."""
+        self._nested = 0
+        if self.kind:
+            self._leave()
+            self._contexts.clear()
+            self._aborted = True
+
+    def enter_inner(self) -> None:
+        """Begin a pass inside the running one, whose collectives count as its own."""
+        self._nested += 1
+
+    def leave_inner(self) -> bool:
+        """End the innermost of these, and return True; False if there is none."""
+        if not self._nested:
+            return False
+        self._nested -= 1
+        return True
 
     def _leave(self) -> None:
         self.kind, self.collectives, self._expects = None, [], _Unscheduled()
@@ -199,7 +216,7 @@ class PassLog:
 
         The end of an inner pass is no collective of the pass around it.
         """
-        if self.nested and collective is END:
+        if self._nested and collective is END:
             return True
         schedule, collectives = self._expects.schedule, self.collectives
         position = len(collectives)

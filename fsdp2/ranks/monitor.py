@@ -49,8 +49,8 @@ class RankMonitor:
     ) -> None:
         self.board = board
         self._root = root
-        self._agrees = ranks_may_skip(root.groups)  # ranks may skip units, in the running pass or the next
-        self.log = PassLog(None if self._agrees else PassKind("forward"), meetings)
+        self._agrees = False  # the running pass asks the agreement
+        self.log = PassLog(None if ranks_may_skip(root.groups) else PassKind("forward"), meetings)
         self.history = PassHistory(root, self.log, turns or Turns(), number)
         self.agreement = RankAgreement(root, board, self.log, self.history)
         self._run = run
@@ -60,20 +60,20 @@ class RankMonitor:
 
     # ---- passes ----
 
-    def begin(self, kind: PassKind, *, outermost: bool) -> None:
+    def begin(self, kind: PassKind, *, outermost: bool, agrees: bool) -> None:
         """Note that a pass starts. For other ranks it begins with its first collective: one without is local."""
         self.board.check()
         log = self.log
         if conflict := self._conflict(self._root):
             self.board.fail(f"rank {self.board.rank}: {conflict}", log.epoch)
         if (log.kind or self._to_begin) and not outermost:  # its collectives count as those of the pass around it
-            log.nested += 1
+            log.enter_inner()
             return
         if log.kind:  # an outermost pass starts, so the last one was aborted by an error
             self.abandon()
         self._to_begin = self.history.with_turn(kind)
-        self._agrees = ranks_may_skip(self._root.groups)
-        if self._agrees:  # other ranks may launch collectives in it that this rank has to join
+        self._agrees = agrees
+        if agrees:  # other ranks may launch collectives in it that this rank has to join
             self._begin(self._to_begin, None)
 
     def _begin(self, kind: PassKind, first: Collective | None) -> None:
@@ -102,9 +102,9 @@ class RankMonitor:
     def end(self) -> None:
         """Note that the pass is over. If it was unscheduled, the ranks meet and compare its collectives."""
         log = self.log
-        if log.nested:
-            log.nested -= 1
-        elif log.kind:
+        if log.leave_inner():
+            return
+        if log.kind:
             if self._agrees:
                 self.agreement.end()
             elif log.unscheduled:
@@ -114,9 +114,8 @@ class RankMonitor:
 
     def abandon(self) -> None:
         """End a pass that was aborted."""
-        if self.log.kind:
-            self.log.abandon()
-        self.log.nested, self._to_begin = 0, None
+        self.log.abandon()
+        self._to_begin = None
 
     def forget(self, setter: str) -> None:
         """Compare options at the start of the next pass, and learn the collectives of each kind of pass again."""
@@ -127,7 +126,7 @@ class RankMonitor:
         """Do the same because units were inserted or removed, and refer to none of those that were removed."""
         self.forget("units were inserted or removed")
         self.log.forget_past()
-        self.history.words.forward_positions = {}
+        self.history.forget_order()
         self.agreement.forget_units()
 
     # ---- collectives ----

@@ -1,9 +1,9 @@
-"""Say in the log of a rank that waits for long in what it waits, since when, and where the other ranks are.
+"""Log where a rank has waited for long, since when, and where the others are.
 
 The passes of a model are compared (``monitor.py``). A collective that the user's code launches between them, such as
 ``full_tensor()``, a full state dict or a barrier, belongs to torch, and nobody is told of its start or its end. So a
 thread looks every few seconds where the main thread is. If it has waited in a collective for some seconds, it asks all
-ranks through the store where they are. Each one answers when its own thread looks the next time, though it computes.
+ranks through the store where they are. Each one answers when its own thread looks next, even while it computes.
 """
 
 from __future__ import annotations

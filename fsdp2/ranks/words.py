@@ -76,10 +76,7 @@ def refuse(texts: dict[int, str]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, one in did.items():
         by_text.setdefault(one if isinstance(one, str) else one.text, []).append(rank)
-    parts = [
-        f"{'this rank' if ranks == [-1] else 'rank ' + ', '.join(map(str, ranks))}: {text}"
-        for text, ranks in by_text.items()
-    ]
+    parts = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items()]
     remedy = _REMEDY_FOR_ROOTS if ELSEWHERE in by_text else _skipping(list(did.values())) or _REMEDY_FOR_PASSES
     return f"ranks do not do the same: {'; '.join(parts)}. Expected: {_REMEDY}{remedy}"
 
@@ -102,7 +99,7 @@ def _skipping(did: list[_Did | str]) -> str:
     line = "{}.set_reduce_scatter_unused_params(True)"
     unit = line.format(_in_python(first.unit or ""))
     every = f", or {line.format('model')} for every unit of the root" if first.unit else ""
-    return f"; give each rank some input for {name}, or, where ranks may skip it, call `{unit}`{every}, on all ranks"
+    return f"; give each rank some input for {name}, or, if ranks may skip it, call `{unit}`{every}, on all ranks"
 
 
 def _in_python(name: str) -> str:

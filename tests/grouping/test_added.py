@@ -349,6 +349,21 @@ def test_units_inserted_and_removed(rank, world):
 
 
 @on_ranks(1, 2)
+def test_an_inserted_unit_that_is_refused_is_refused_again(rank, world):
+    """The second forward took the units below for known, and computed with parameters on the meta device."""
+    module, _ = beside_one_process(partial(stack, 4))
+    module(torch.ones(2, 4)).sum().backward()
+    with torch.device("meta"):
+        module.append(nn.Linear(4, 4))
+    api.ours.fully_shard(module[-1], mesh=mesh_of(world))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="should be materialized"):
+            module(torch.ones(2, 4))
+    module[-1].to_empty(device="cpu")
+    module(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(1, 2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_a_removed_unit_runs_by_itself_and_comes_back(rank, world, reshard):
     """It finds in its own forward that it was removed, and is a root from then on, until it is inserted again."""

@@ -5,6 +5,7 @@ DESIGN.md lists these facts; other rows have their tests in tests/step/test_kept
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 
@@ -145,6 +146,35 @@ def uses_weights(rank: int, world: int) -> None:
     steps(rank, use)
 
 
+def unshards_another(rank: int, world: int) -> None:
+    """Each rank gathers another unit between passes, in a model with a unit that ranks may skip; both have one size.
+
+    They computed with each other's weights, without a word.
+    """
+    module, _ = models()
+    module.last = fsdp2.fully_shard(nn.Linear(8, 8))
+    module.last.set_reduce_scatter_unused_params(True)
+    for step in range(5):
+        if step == LAST:
+            (module.middle if rank else module.first).unshard()
+        train(module)
+
+
+def breaks_off_an_evaluation(rank: int, world: int) -> None:
+    """On one rank an evaluation raises after it has gathered everything, and the caller goes on.
+
+    The others knew what the next evaluation gathers, and waited there for this rank, which waited for a meeting.
+    """
+    module, _ = models()
+    with torch.no_grad():
+        for step in range(5):
+            handle = module.last.register_forward_hook(lambda *_: 1 / 0) if rank == 1 and step == LAST else None
+            with contextlib.suppress(ZeroDivisionError):
+                module(torch.ones(2, 8))
+            if handle is not None:
+                handle.remove()
+
+
 def replaces_a_unit(rank: int, world: int) -> None:
     """One rank puts a new unit in the place of another."""
     steps(rank, lambda module: setattr(module, "middle", fsdp2.fully_shard(nn.Linear(8, 8))))
@@ -163,6 +193,8 @@ def replaces_a_unit(rank: int, world: int) -> None:
         rarely(takes_part, "rank 0: forward; rank 1: forward after set_reduce_scatter_unused_params"),
         (unshards, "rank 0: forward; rank 1: unshard()"),
         (unshards_at_the_start, "rank 1: its first pass is unshard(), rank 0: its first pass is forward"),
+        (unshards_another, "rank 0: gather 'first' in unshard(); rank 1: gather 'middle' in unshard()"),
+        (breaks_off_an_evaluation, "rank 0: evaluation; rank 1: evaluation after a pass that was aborted"),
         rarely(uses_weights, "rank 0: forward; rank 1: use_weights"),
         (
             freezes,

@@ -59,8 +59,8 @@ def compare_every_pass(patch: Patch) -> None:
     """Let ranks compare passes that communicate nothing too."""
     begin = RankMonitor.begin
 
-    def eager(self: RankMonitor, kind: Any, *, outermost: bool) -> None:
-        begin(self, kind, outermost=outermost)
+    def eager(self: RankMonitor, kind: Any, **how: Any) -> None:
+        begin(self, kind, **how)
         if self._to_begin is not None:
             self._begin(kind, None)
 

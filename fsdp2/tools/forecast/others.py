@@ -47,13 +47,13 @@ class _Others:
         """What passes ask: itself."""
         return self
 
-    def begin(self, kind: PassKind, *, outermost: bool) -> None:
+    def begin(self, kind: PassKind, *, outermost: bool, agrees: bool) -> None:
         """Note that a pass starts."""
         self._launched.clear()
         self._forward = kind.is_forward
 
     def before(self, collective: Collective) -> None:
-        """Do nothing: passes ask the agreement."""
+        """Do nothing: it is no collective of a unit that others use."""
 
     def end(self) -> None:
         """Do nothing: there is no rank to compare with."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard, summon_full_params
-from fsdp2.engine.agreement import Answer, CanJoin, Unasked
+from fsdp2.engine.agreement import Answer, CanJoin, NoAgreement
 from fsdp2.engine.collective import Collective
 from fsdp2.engine.extension import GroupExtensions
 from fsdp2.engine.observer import Unobserved
@@ -82,7 +82,7 @@ def test_what_was_gathered_is_released_where_it_is_not_needed(module: Any, relea
         module.reshard()
 
 
-class Postponing(Unasked):
+class Postponing(NoAgreement):
     """Leaves every prefetch until it is needed, as if other ranks came to it later."""
 
     def __init__(self) -> None:

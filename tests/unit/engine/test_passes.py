@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.comm.gather import Gathering, start_gather
 from fsdp2.engine import portions
+from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext
 from fsdp2.engine.unit import FSDPState
@@ -307,3 +309,107 @@ def test_roots_that_share_their_communication(mesh: DeviceMesh) -> None:
     first, second, third = (layer._get_fsdp_state().root.comm for layer in layers)
     assert first is third is not second
     assert [comm.largest_bytes for comm in (first, second)] == [4 * 16 * 5, 4 * 8 * 5]
+
+
+class Held(list[Any]):
+    """An argument that somebody may hold."""
+
+
+class Failing(nn.Linear):
+    """Raises when it is recomputed."""
+
+    def forward(self, x: Tensor, held: Held) -> Tensor:  # type: ignore[override]
+        held.append(x)
+        if len(held) > 1:
+            raise ValueError("recomputed")
+        return super().forward(x)
+
+
+def test_recovery_forgets_the_calls_of_a_backward_that_raised(mesh: DeviceMesh) -> None:
+    """A call that was recomputed held its arguments, and all that was computed of them, until the unit's next one."""
+    unit = fully_shard(Failing(4, 4), mesh=mesh)
+    model = fully_shard(nn.Sequential(unit), mesh=mesh)
+    model.forward = lambda x, held: checkpoint(unit, x, held, use_reentrant=False).sum()
+    held = Held()
+    watched = weakref.ref(held)
+    loss = model(torch.ones(2, 4), held)
+    with pytest.raises(ValueError, match="recomputed"):
+        loss.backward()
+    model.reset_iter_state()
+    del held, loss
+    gc.collect()
+    assert watched() is None
+
+
+def test_recovery_ends_the_passes_even_if_it_raises(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a group waits for may fail once more. The next recovery found the passes that this one had to drop."""
+    model = fully_shard(Opaque(), mesh=mesh)
+    model(torch.ones(2, 4))
+    root = model._get_fsdp_state().root
+    backward = root.enter_backward()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="again"):
+        patch.setattr(FSDPParamGroup, "reset", mock.Mock(side_effect=RuntimeError("again")))
+        model.reset_iter_state()
+    assert root.running is None and not backward.is_running
+
+
+def test_weights_are_freed_if_the_wait_for_them_is_interrupted(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stayed in memory for ever, as if the caller had asked for them."""
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        patch.setattr(FSDPParamGroup, "wait_for_unshard", mock.Mock(side_effect=KeyboardInterrupt))
+        with fsdp2.use_weights(model):
+            pass
+    assert not any(group.residency.in_memory for group in model._get_fsdp_state().groups)
+
+
+def test_a_deferred_backward_does_not_take_the_gradients_of_the_next(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With backwards that the caller ends, a unit waits for that end. The next backward may begin with a gradient, and
+    that was taken for one of the backward before, so that nobody noticed it."""
+
+    class SometimesOpaque(Opaque):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below = fully_shard(nn.Linear(4, 4), mesh=mesh)  # so backward is done with the root when it ends
+
+        def forward(self, x: Tensor, opaque: bool) -> Any:  # type: ignore[override]
+            hidden = self.below(self.linear(x)).sum()
+            return hidden.backward if opaque else hidden
+
+    model = fully_shard(SometimesOpaque(), mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    model.set_reshard_after_backward(False)
+    model(torch.ones(2, 4), False).backward()
+    group = model._get_fsdp_state().groups[0]
+    full = group.params[0].full
+    assert full is not None
+    started: list[object] = []
+    start = RootContext.start_backward
+    monkeypatch.setattr(RootContext, "start_backward", lambda root: started.append(root) or start(root))
+    full.sum().backward()
+    assert started
+    model.finalize_backward()
+    model.reshard()
+    assert model.linear.weight.grad is not None
+
+
+def test_portions_of_an_evaluation_are_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a method switches gradients off by itself, so that they are on again when it ends: no version counter
+    shows a write to a local tensor on ranks without elements."""
+
+    class Generating(nn.Linear):
+        @torch.no_grad()
+        def generate(self, x: Tensor) -> Tensor:
+            return self(self(x))
+
+    with fake_mesh(2, 2, names=("replicate", "shard")) as mesh:
+        model: Any = fully_shard(Generating(4, 4), mesh=mesh, shard_over_replicas=True)
+        fsdp2.register_fsdp_forward_method(model, "generate")
+        for _ in range(2):
+            model.generate(torch.ones(2, 4))
+            group = model._get_fsdp_state().groups[0]
+            assert group.residency.portions_outdated

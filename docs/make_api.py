@@ -60,7 +60,7 @@ STEP, BUILD, OPTIM = "tests/step/", "tests/grouping/", "tests/optim/"
 WEIGHTS, STATE = "tests/weights/", "tests/fsdp1/state_dict/"
 TESTS: dict[str, str] = {
     "fully_shard": STEP + "test_options.py::test_reshard_after_forward",
-    "fully_shard(module)": STEP + "test_options.py::test_grouped_modules",
+    "fully_shard(module)": STEP + "test_grouped.py::test_members_share_everything",
     "fully_shard(mesh)": STEP + "test_meshes.py::test_two_dimensions_are_hybrid_sharding",
     "fully_shard(reshard_after_forward)": STEP + "test_reshard_to_int.py::test_parameters_stay_on_two_ranks",
     "fully_shard(shard_placement_fn)": STEP + "test_meshes.py::test_several_meshes_in_one_unit",

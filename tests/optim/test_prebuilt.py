@@ -105,19 +105,6 @@ def test_torchs_functions_read_the_groups_of_an_optimizer(rank, world):
     assert_same_weights(models[0][0], models[1][0])
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_before_the_first_step(rank, world, set_to_none):
-    """A batch that is thrown away left its gradients on the shards, since the optimizer cleared the originals."""
-    models = [prebuilt(), fresh()]
-    for module, optimizer in models:
-        backward(module, 0)
-        optimizer.zero_grad(set_to_none=set_to_none)
-        backward(module, 1)
-        optimizer.step()
-    assert_same_weights(models[0][0], models[1][0])
-
-
 @on_ranks(2)
 def test_gradients_of_originals_reach_the_shards(rank, world):
     """Gradients that somebody gives the optimizer's parameters are what it steps with, as without sharding."""

@@ -134,7 +134,4 @@ def test_what_is_refused(rank, world):
         attempt(fsdp, ValueError, "Expected Replicate", cut={"dp": 0})
         attempt(fsdp, ValueError, "mesh must have mesh_dim_names", given=mesh_of(2))
         attempt(fsdp, NotImplementedError, "reshard_after_forward as int", reshard_after_forward=2)
-    with pytest.raises(ValueError, match="At least one of shard or replicate"):
-        DataParallelMeshDims()
     attempt(api.ours, TypeError, "dp_mesh_dims must be a DataParallelMeshDims, got 'dp'", dims="dp")
-    attempt(api.ours, ValueError, "At least one of shard or replicate", dims=DataParallelMeshDims(shard=()))

@@ -25,9 +25,11 @@ POLICIES = {
 
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@pytest.mark.parametrize("case", ["mlp", "transformer", "nested", "mlp_root_only"])
+@pytest.mark.parametrize(
+    "case", ["mlp", "transformer", "nested", "mlp_root_only", "mlp_grouped", "transformer_grouped"]
+)
 def test_reshard_after_forward(rank, world, case, reshard_after_forward):
-    """Every choice computes the same."""
+    """Every choice computes the same, also where several modules of one call communicate together."""
     assert_case(case, Setup(reshard_after_forward))
 
 
@@ -84,14 +86,6 @@ def test_shard_on_the_last_dimension(rank, world, case):
 def test_shard_unevenly_on_the_last_dimension(rank, world, case):
     """A dimension that the ranks do not divide is cut like any other."""
     assert_case(case, Setup(placement="last"), against=("alone",))
-
-
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@pytest.mark.parametrize("case", ["mlp_grouped", "transformer_grouped"])
-def test_grouped_modules(rank, world, case, reshard_after_forward):
-    """Several modules in one call communicate together."""
-    assert_case(case, Setup(reshard_after_forward))
 
 
 @on_ranks(1, 2, 4)

@@ -36,7 +36,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 @on_ranks(1, 2, 4)
 @parametrize_cases(*PARAMETERS)
 def test_training_is_right(rank, world, case):
-    """Five steps equal a single process and torch's fully_shard."""
+    """It equals a single process and torch's fully_shard."""
     assert_case(case, Setup())
 
 

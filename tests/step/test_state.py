@@ -165,32 +165,3 @@ def test_to_dtype(rank, world, trained):
         torch.testing.assert_close(module(inputs), reference(inputs))
         module.zero_grad()
         module.reshard()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("moment", ["before", "stepped"])
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_optimizer_built_before_sharding(rank, world, moment, kind):
-    """It trains the shards all the same, with the state it has, or says by name that it cannot."""
-    module, reference = build(CASES["mlp"]), build(CASES["mlp"])
-    makers = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    }
-    optimizers = [makers[kind](one.parameters()) for one in (module, reference)]
-    if moment == "stepped":
-        for one, optimizer in zip((module, reference), optimizers, strict=True):
-            loss_of(one(*CASES["mlp"].inputs(9))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    shard(module, CASES["mlp"], api.ours, mesh_of(world), Setup())
-    for index in range(3):
-        step(module, "mlp", rank, world, index)
-        loss_of(reference(*CASES["mlp"].inputs(index))).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        module.zero_grad()
-        reference.zero_grad()
-    if api.name == "fsdp2":  # with torch's, nothing was trained
-        for got, expected in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(got.to_local(), chunk(expected.detach(), 0, rank, world), rtol=1e-4, atol=1e-5)

@@ -118,43 +118,6 @@ def test_dtypes_by_name_are_checked(rank, world):
         assert type(model) is Speaker and type(model.head.weight) is nn.Parameter
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("when", ["before forward", "after a step", "while kept"])
-def test_a_parameter_that_was_replaced_by_a_whole_one(rank, world, when):
-    """``model.head.weight = nn.Parameter(...)`` after sharding: a new vocabulary, a reset layer. torch goes on with the
-    whole parameter as if it were a shard and fails somewhere in the gather, or loses it at the next reshard."""
-    model, whole = beside_one_process(Speaker, lambda model: model.body[:1])
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole)]
-    if when == "after a step":
-        step_both(model, whole, optimizers, rank, world)
-    elif when == "while kept":
-        with torch.no_grad():
-            model(batch(0, rank)[0])
-    torch.manual_seed(5)
-    value = torch.randn(8, 8)
-    for m in (model, whole):
-        m.body[0].weight = nn.Parameter(value.clone())
-        m.body[2].weight = nn.Parameter(value.clone())
-    optimizers[1] = torch.optim.SGD(whole.parameters(), lr=0.1)
-    if when == "after a step":
-        optimizers[0] = torch.optim.SGD(model.parameters(), lr=0.1)  # holds the whole parameters until its first step
-    for _ in range(2):
-        step_both(model, whole, optimizers, rank, world)
-    for (name, param), expected in zip(model.named_parameters(), whole.parameters()):
-        assert isinstance(param, DTensor)
-        torch.testing.assert_close(param.full_tensor(), expected.detach(), msg=name)
-
-
-def step_both(model, whole, optimizers, rank, world) -> None:
-    """One step of the sharded model and of the whole one."""
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    model(batch(0, rank)[0]).square().mean().backward()
-    sum(whole(batch(0, r)[0]).square().mean() / world for r in range(world)).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-
-
 @on_ranks(2)
 def test_a_parameter_that_was_replaced_by_one_that_does_not_fit_is_refused(rank, world):
     for value in (torch.randn(9, 8), torch.randn(8, 8).double()):

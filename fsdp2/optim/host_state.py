@@ -225,6 +225,9 @@ class HostState:
         chosen: list[tuple[torch.Tensor, _Tree, list[int], torch.device]] = []
         total = 0
         for param, tree, anywhere in items:
+            # Here, in the order of parameters: what moves is written last, and some ranks have nothing of a parameter
+            # to move. torch gathers a whole state dict in the order in which each rank's state has it.
+            state.setdefault(param, {})
             self._held.pop(param, None)
             self._kept.pop(param, None)
             moments = [i for i, leaf in enumerate(tree.leaves) if self._is_moment(leaf, param, anywhere)]

@@ -16,7 +16,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
@@ -446,6 +450,26 @@ def test_distributed_checkpoints(rank, world, tmp_path):
         assert_equal(optimizers[0].state_dict(), optimizers[1].state_dict())
         assert all(optimizers[1].state[param]["exp_avg"] is moment for param, moment in places.items())
         assert on_host(optimizers[1])
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("budget", [0, 300])
+def test_a_whole_state_dict(rank, world, budget):
+    """torch gathers the state of one parameter after the other, in the order in which a rank's optimizer has them.
+
+    Ranks with elements of a parameter moved them to the host, and noted them last; the others noted them first. So
+    ranks gathered different moments together: the process died, or moments of equal sizes were mixed up silently.
+    """
+    with host_apart():
+        modules, optimizers = pair(make("AdamW", "foreach"), device_budget_bytes=budget)
+        whole = []
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer)  # a parameter gets its first gradient in the second step
+            options = StateDictOptions(full_state_dict=True)
+            whole.append(get_optimizer_state_dict(module, optimizer, options=options)["state"])
+        assert_equal(*whole)
+        names = [name for name, param in modules[1].named_parameters() if param.requires_grad]
+        assert list(whole[1]) == list(whole[0]) == sorted(names, key=lambda name: name == "rare")
 
 
 @on_ranks(2)

@@ -621,7 +621,8 @@ class Execution:
         """Save model and optimizer, train for a step, and load what was saved.
 
         An optimizer that has not stepped yet has no state, and torch makes one that counts a step. Its broadcast from
-        one rank needs contiguous tensors, and names that are the same on all ranks.
+        one rank needs contiguous tensors, and names that are the same on all ranks. It is not strict, because it would
+        refuse that a parameter which had no gradient so far has no state.
         """
         scattered = any(node.kind in ("conv", "strided") for node in self.plan.all_nodes())
         whole = how == "whole" and not scattered and not self.plan.experts
@@ -631,10 +632,10 @@ class Execution:
         if self.fsdp is None:
             state = copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
         elif whole:
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
             state = copy.deepcopy(get_state_dict(self.model, self.optimizer, options=options))
         else:
-            options = StateDictOptions()
+            options = StateDictOptions(strict=False)
             state = get_state_dict(self.model, self.optimizer, options=options)
             path = [tempfile.mkdtemp()]
             dist.broadcast_object_list(path)

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
 
-# torch's names for the phase and residency of a group, which its test helpers and trackers use.
+# torch's names for the phase and residency of a group and the places of a parameter, which its test helpers, trackers
+# and libraries use.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo, ShardedState
 
 # To recognize modules that torch's own fully_shard manages, which must not be mixed with ours in one tree.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as TorchFSDPState
 
 __all__ = [
+    "ParamModuleInfo",
     "ShardedState",
     "TorchFSDPState",
     "TrainingState",

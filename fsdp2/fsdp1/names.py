@@ -7,11 +7,14 @@ else in the package does.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Shard
 
-from fsdp2._torch.fsdp import ShardedState, TrainingState
+from fsdp2._torch.fsdp import ParamModuleInfo, ShardedState, TrainingState
 from fsdp2.comm.context import CommContext
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam
@@ -19,6 +22,7 @@ from fsdp2.engine.passes import backward_runs
 from fsdp2.engine.phase import Phase
 from fsdp2.engine.residency import Level
 from fsdp2.engine.unit import FSDPState, get_state
+from fsdp2.sharding.mesh import DataParallelMesh, regroup
 
 __all__ = ["give_names"]
 
@@ -51,11 +55,39 @@ def _only_group(unit: FSDPState) -> FSDPParamGroup | None:
     return unit.groups[0] if unit.groups else None
 
 
+def _module_info(param: FSDPParam) -> ParamModuleInfo:
+    (first, *others), info = param.sites, ParamModuleInfo
+    return info(first.module, first.name, [site.module for site in others], [site.name for site in others])
+
+
+def _mesh_after_forward(group: FSDPParamGroup) -> DataParallelMesh | None:
+    """Return the mesh that parameters are sharded over after forward, or None if they stay whole."""
+    after = group.after_forward
+    if after is False:
+        return None
+    return group.mesh if after is True else DataParallelMesh.from_mesh(regroup(group.mesh.mesh, after))
+
+
+def _set_mesh_after_forward(group: FSDPParamGroup, mesh: DataParallelMesh | None) -> None:
+    """Shard parameters over ``mesh`` after forward, or keep them for None.
+
+    Recipes read the mesh of an inference model's root before its first forward, and set it again after
+    ``_lazy_init()``: a root keeps its parameters unless something else was asked for.
+    """
+    after: bool | int = False if mesh is None else mesh.shard.size
+    group.set_options(
+        replace(group.store.options, reshard_after_forward=True if after == group.mesh.shard.size else after)
+    )
+
+
 _PARAM: Properties = {
     "sharded_param": lambda param: param.sharded,
     "unsharded_param": lambda param: param.full,
     "_unsharded_param": lambda param: param.full,
     "_param_fqn": lambda param: param.name,
+    "_module_info": _module_info,
+    "_orig_size": lambda param: torch.Size(param.spec.layout.shape),
+    "sharded_size": lambda param: param.local.shape,
     "fsdp_placement": lambda param: None if param.spec.layout.dim is None else Shard(param.spec.layout.dim),
 }
 _GROUP: Properties = {
@@ -67,6 +99,10 @@ _GROUP: Properties = {
     "_training_state": _training_state,
     "_sharded_state": lambda group: ShardedState[_SHARDED_STATES.get(group.residency.level, "SHARDED")],
     "_all_gather_result": lambda group: group.residency.gathering,
+    "mp_policy": lambda group: group.store.options.mp_policy,
+    "reduce_grads": lambda group: group.store.options.reduce_gradients,
+    "all_reduce_grads": lambda group: group.store.options.all_reduce_gradients,
+    "reshard_after_backward": lambda group: group.store.options.reshard_after_backward,
     "_reshard_after_forward": lambda group: group.after_forward is not False,
     "_orig_dtype": lambda group: next((param.dtype for param in _trainable_first(group)), None),
     "_reduce_dtype": lambda group: next((param.reduce_dtype for param in _trainable_first(group)), None),
@@ -77,6 +113,7 @@ _UNIT: Properties = {
     "_state_ctx": lambda unit: unit.root,
     "_comm_ctx": lambda unit: unit.root.comm,
     "_modules_to_run_forward": lambda unit: unit.members_to_run,
+    "_mp_policy": lambda unit: unit.mp_policy,
     "_is_root": lambda unit: unit.is_root,
     "_modules": lambda unit: unit.modules,
 }
@@ -92,11 +129,21 @@ _UNIT_METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _refuse(name: str, owner: object, value: object) -> None:
+    raise AttributeError(
+        f"{type(owner).__name__}.{name} is torch's name for something that fsdp2 keeps elsewhere, so it can only be "
+        "read. Call the setters of FSDPModule, such as set_requires_gradient_sync"
+    )
+
+
 def give_names() -> None:
     """Set torch's names on our classes."""
     owners = ((FSDPParam, _PARAM), (FSDPParamGroup, _GROUP), (FSDPState, _UNIT), (CommContext, _COMM))
     for owner, names in owners:
         for name, read in names.items():
-            setattr(owner, name, property(read))
+            setattr(owner, name, property(read, partial(_refuse, name)))
+    FSDPParamGroup.post_forward_mesh_info = property(  # type: ignore[attr-defined]  # it has no such name of its own
+        _mesh_after_forward, _set_mesh_after_forward
+    )
     for name, method in _UNIT_METHODS.items():
         setattr(FSDPState, name, method)

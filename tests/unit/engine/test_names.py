@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_param_group
+from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
@@ -69,6 +70,62 @@ def test_dtypes_of_a_group_by_torchs_names(mesh: DeviceMesh) -> None:
     numbers.forward = lambda: None
     group = fully_shard(numbers, mesh=mesh)._get_fsdp_state()._fsdp_param_group
     assert group._orig_dtype is group._reduce_dtype is None
+
+
+def described(fsdp: ModuleType, mesh: DeviceMesh, reshard: object) -> list[object]:
+    """What libraries read of a unit under torch's names: its policy, sizes, places, settings."""
+    module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    module[1].twin = module[1].weight
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    module.set_requires_gradient_sync(False)
+    module.set_requires_all_reduce(True)
+    module.set_reshard_after_backward(False)
+    state = module._get_fsdp_state()
+    group = state._fsdp_param_group
+    after = group.post_forward_mesh_info
+    return [
+        (state._mp_policy.param_dtype, group.mp_policy.reduce_dtype),
+        (group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward),
+        [(param._orig_size, param._orig_size.numel(), param.sharded_size) for param in group.fsdp_params],
+        [(info.module is module[1], info.param_name) for info in (p._module_info for p in group.fsdp_params)],
+        [[shared is module[1] for shared in p._module_info.shared_modules] for p in group.fsdp_params],
+        [p._module_info.shared_param_names for p in group.fsdp_params],
+        after and (after.mesh.mesh.tolist(), after.shard_mesh_size, after.shard_mesh_rank),
+    ]
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_libraries_read_what_they_read_of_torchs(mesh: DeviceMesh, reshard: object) -> None:
+    """ModelOpt reads the mesh after forward, finetuning-scheduler policies and sizes, quantizers a parameter's place.
+
+    A name that only can be read refuses to be set, where a new attribute would silently have no effect.
+    """
+    ours = described(fsdp2, mesh, reshard)
+    assert ours == described(torch.distributed.fsdp, mesh, reshard)
+    group = fully_shard(nn.Linear(4, 4), mesh=mesh)._get_fsdp_state()._fsdp_param_group
+    with pytest.raises(AttributeError, match="reduce_grads is .* Call the setters"):
+        group.reduce_grads = False
+
+
+def test_a_root_for_inference_is_told_to_reshard(mesh: DeviceMesh) -> None:
+    """As DINOv3 does it: a root keeps its parameters after forward, unless its mesh of before is set again."""
+    kept, freed = (fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(2))
+    group = freed._get_fsdp_state()._fsdp_param_group
+    before = group.post_forward_mesh_info
+    freed._get_fsdp_state()._lazy_init()
+    assert before is not None and group.post_forward_mesh_info is None
+    group.post_forward_mesh_info = before
+    for module, kind in ((kept, False), (freed, True)):
+        module(torch.ones(2, 4))
+        assert isinstance(module.weight, DTensor) is kind
+    group.post_forward_mesh_info = None
+    freed(torch.ones(2, 4))
+    assert not isinstance(freed.weight, DTensor)
+    quarters = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=2)._get_fsdp_state()._fsdp_param_group
+    group.post_forward_mesh_info = quarters.post_forward_mesh_info
+    freed(torch.ones(2, 4))
+    assert group._sharded_state is ShardedState.SHARDED_POST_FORWARD
 
 
 def test_no_reduction_is_left_for_the_next_forward(mesh: DeviceMesh) -> None:

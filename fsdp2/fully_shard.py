@@ -26,9 +26,9 @@ from fsdp2.engine.unit import FSDPState, apis_of, get_state, keep_state, registe
 from fsdp2.fsdp1.arguments import merge_arguments
 from fsdp2.fsdp1.methods import FSDP1Methods, names_remedies, refuse_fsdp1
 from fsdp2.fsdp1.strategy import follow_strategy
-from fsdp2.grouping.collect import collect
+from fsdp2.grouping.collect import Found, collect
 from fsdp2.grouping.copying import copy_module, deepcopy_module, refuse_pickling
-from fsdp2.grouping.grouping import CallOptions
+from fsdp2.grouping.grouping import CallOptions, warn_of_gradients
 from fsdp2.grouping.placing import Placed, PlacementFn
 from fsdp2.grouping.plan import describe
 from fsdp2.grouping.policy import Policy, choose_units
@@ -161,8 +161,12 @@ def fully_shard(
     calls = [*units, (modules, own)]
     if units:
         _check_calls(calls)
+    dropped = []
     for modules_of_call, options in calls:  # all arguments are checked before anything changes
-        _shard(modules_of_call, options)
+        dropped += _shard(modules_of_call, options)
+    if dropped:
+        prefixes = {below: f"{name}." if name else "" for m in modules for name, below in m.named_modules()}
+        warn_of_gradients([prefixes[found.sites[0].module] + found.sites[0].name for found in dropped])
     return module
 
 
@@ -218,17 +222,18 @@ def _offload_below(offload_of: OffloadOf, unit: str) -> OffloadOf:
     return lambda name: offload_of(f"{unit}.{name}" if name else "")
 
 
-def _shard(modules: tuple[nn.Module, ...], options: CallOptions) -> None:
-    """Make one unit of ``modules``."""
+def _shard(modules: tuple[nn.Module, ...], options: CallOptions) -> list[Found]:
+    """Make one unit of ``modules``; return the parameters whose gradients are dropped."""
     managed = collect(modules, options.ignored, options.ignored_modules)
     unit = FSDPState(modules, options.mesh.device, options.options.mp_policy, options)
     classes = [_fsdp_class(type(module)) for module in modules]
-    options.manage(unit, managed)
+    dropped = options.manage(unit, managed)
     watch_waits(options.mesh)
     _attach(unit)
     for module, cls in zip(modules, classes):
         # Names and attributes do not change. The class may override __setattr__.
         object.__setattr__(module, "__class__", cls)
+    return dropped
 
 
 def _check_modules(module: Any) -> tuple[nn.Module, ...]:

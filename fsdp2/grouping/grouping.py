@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2._warn import warn
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.extension import has_extension
 from fsdp2.engine.group import FSDPParamGroup
@@ -25,7 +26,7 @@ from fsdp2.policies import CPUOffloadPolicy, OffloadOf, PolicyOf
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
 from fsdp2.weights.handed import why_unreadable
 
-__all__ = ["CallOptions"]
+__all__ = ["CallOptions", "warn_of_gradients"]
 
 logger = logging.getLogger("fsdp2")
 
@@ -49,10 +50,10 @@ class CallOptions:
     replicated: set[nn.Parameter] = field(default_factory=set)
     ignored_sites: set[Site] = field(default_factory=set)
 
-    def manage(self, unit: FSDPState, managed: Managed) -> None:
+    def manage(self, unit: FSDPState, managed: Managed) -> list[Found]:
         """Put ``managed`` parameters into groups of ``unit``; share the groups of parameters that other calls manage.
 
-        All checks run first, so that an error leaves everything unchanged.
+        All checks run first, so that an error leaves everything unchanged. Returns those whose gradients are dropped.
         """
         hooked = list(unit.groups)
         sites = (Site(m, name) for m in managed.modules for name, p in m._parameters.items() if p in self.ignored)
@@ -68,6 +69,7 @@ class CallOptions:
         for group in unit.groups:
             if group not in hooked:
                 self.hook_group(group)
+        return [found for found in own if found.param.grad is not None]
 
     def _options_now(self, mesh: DataParallelMesh, unit: FSDPState) -> GroupOptions:
         """Return the options of a new group on ``mesh``: those of the call, or what setters have made of them."""
@@ -146,19 +148,38 @@ class CallOptions:
         self.check(added, {})
         for found, others in tied:
             follow_tie(found, others)
+        dropped = []
         for found in unknown:
             for param in {shown_by[site] for site in found.sites if site in shown_by}:
-                _take_over(found, param)
+                if _take_over(found, param) and found.param.grad is not None:
+                    dropped.append(found)
         repair_holders()
         if not added:
             _mark(managed.modules)  # parameters may be added below modules that have none yet
+            warn_of_gradients([found.name for found in dropped])
             return managed.others, managed.ignores
         names = ", ".join(found.name for found in added)
         logger.info("%s: adopted parameters added after fully_shard: %s", unit.name or "the root", names)
         before = len(unit.groups)
-        self.manage(unit, replace(managed, params=added))
+        dropped += self.manage(unit, replace(managed, params=added))
         unit.include(unit.groups[: len(unit.groups) - before])
+        warn_of_gradients([found.name for found in dropped])
         return managed.others, managed.ignores
+
+
+def warn_of_gradients(names: list[str]) -> None:
+    """Warn that the gradients of the parameters with these names are dropped, if there are any; call it last.
+
+    They are not kept as unreduced ones: nobody could tell whether they are a rank's own or were averaged already, and
+    those of a trial run before sharding would be added to the first step's.
+    """
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warn(
+            f"fully_shard: {', '.join(names[:3])}{more}: got a gradient from before the call, expected none; it is "
+            "dropped, because it is that of this rank alone. Run that backward after fully_shard, or, if you do not "
+            "need the gradient, call zero_grad() before fully_shard"
+        )
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:
@@ -168,10 +189,10 @@ def _mark(modules: Iterable[nn.Module]) -> None:
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
-def _take_over(found: Found, param: FSDPParam) -> None:
+def _take_over(found: Found, param: FSDPParam) -> bool:
     """Copy the value of a whole, plain parameter that has replaced ``param`` on all its modules into the shard.
 
-    A parameter that does not fit stays. The next gather raises an error that names it.
+    A parameter that does not fit stays (False). The next gather raises an error that names it.
 
     Raises:
         RuntimeError: The memory of the new parameter was freed.
@@ -179,7 +200,7 @@ def _take_over(found: Found, param: FSDPParam) -> None:
     new, group = found.param, param.group
     fits = type(new) is nn.Parameter and param.spec.full is None and tuple(new.shape) == param.spec.layout.shape
     if not fits or new.dtype != param.dtype or new.is_meta or set(param.sites) != set(found.sites):
-        return
+        return False
     if problem := why_unreadable(new):
         raise RuntimeError(f"{param.name}: replaced on its module, but {problem}")
     if group.store.lends(new):  # a full parameter, which resharding frees
@@ -190,6 +211,7 @@ def _take_over(found: Found, param: FSDPParam) -> None:
     group.store.note_change()
     follow_parameters([new], [param])
     logger.info("%s: took over the value of the parameter that replaced it", param.name)
+    return True
 
 
 def _together(placed: list[Placed], options: GroupOptions) -> list[list[Placed]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +17,21 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
 
+import fsdp2
 from fsdp2._trace import listening
 from fsdp2.autograd import hooks
 from tests.support import api
 from tests.support.fake import fake_mesh
-from tests.support.parity import Run, assert_gradients, assert_parity, beside_one_process, mesh_of, shard_each, stack
+from tests.support.parity import (
+    Run,
+    assert_gradients,
+    assert_parity,
+    beside_one_process,
+    mesh_1d,
+    mesh_of,
+    shard_each,
+    stack,
+)
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -474,3 +485,48 @@ def test_a_plain_parameter_in_the_place_of_a_shard_on_the_meta_device(rank, worl
         torch.testing.assert_close(got.full_tensor(), expected)
         assert not got.is_meta and got.requires_grad == expected.requires_grad
     assert module[1].bias.tag == "bias" and bool(calls) == trains
+
+
+# ---- gradients that parameters bring with them ----
+
+
+def warned(run: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught if "gradient" in str(warning.message)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("policy", [None, {nn.Linear}])
+def test_gradients_from_before_the_call(rank, world, policy):
+    """They were dropped without a word. One warning names them, in the module that the call was given.
+
+    Warnings may be errors: everything is sharded by then. Ignored parameters keep theirs.
+    """
+    module, clean = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
+    module(torch.ones(2, 3)).sum().backward()
+    ignored = {module[2].bias}
+    options = {"mesh": mesh_1d(), "policy": policy, "ignored_params": ignored}
+    with pytest.warns(UserWarning, match="0.weight, 0.bias, 1.weight and 2 more: got a gradient from before the call"):
+        fsdp2.fully_shard(module, **options)
+    grads = {name: param.grad for name, param in module.named_parameters()}
+    assert [name for name, grad in grads.items() if grad is not None] == ["2.bias"]
+    clean(torch.ones(2, 3)).sum().backward()
+    clean.zero_grad()  # the remedy
+    assert not warned(lambda: fsdp2.fully_shard(clean, mesh=mesh_1d(), policy=policy))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["added", "replaced"])
+def test_gradients_of_parameters_that_are_added(rank, world, how):
+    module, _ = sharded()
+    if how == "added":
+        scale = module.scale = nn.Parameter(torch.ones(5, 3))
+    else:
+        scale = module.linear.weight = nn.Parameter(torch.ones(5, 3))
+    scale.sum().backward()
+    name = "scale" if how == "added" else "linear.weight"
+    (text,) = warned(lambda: module(torch.ones(2, 3)).sum().backward())
+    assert f"fully_shard: {name}: got a gradient" in text
+    assert not warned(lambda: module(torch.ones(2, 3)).sum().backward())

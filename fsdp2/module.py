@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 from typing_extensions import deprecated
 
-from fsdp2._naming import original_class
+from fsdp2._naming import class_name, original_class
 from fsdp2.comm.collectives import in_memory_of_groups, in_symmetric_memory
 from fsdp2.comm.streams import Lane
 from fsdp2.compression.collectives import compress
@@ -612,8 +612,18 @@ class FSDPModule(TorchFSDPModule):
                 group.gradients.zero(params, set_to_none=set_to_none)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply ``to``, ``half``, ``to_empty`` and similar methods to the shards."""
+        """Apply ``to``, ``half``, ``to_empty`` and similar methods to the shards.
+
+        Raises:
+            RuntimeError: ``share_memory`` was called, on this module or on one around it.
+        """
         unit = self._get_fsdp_state()
+        if args and getattr(args[0], "__qualname__", "").startswith("Module.share_memory."):  # torch's own function
+            raise RuntimeError(
+                f"{unit.name or class_name(self)}: share_memory() was called on sharded parameters, which have no "
+                "memory of their own that processes could share; expected plain ones. Use copies: "
+                "parameter.to_local().detach().clone().share_memory_()"
+            )
         unit.reconcile()
         self.reshard()
         groups = unit.groups

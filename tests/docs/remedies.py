@@ -125,6 +125,28 @@ def data_of_a_shard(rank: int) -> Iterator[Callable[[], object]]:
     goes_on(module)
 
 
+@remedy("parameter.to_local().detach().clone().share_memory_()")
+def memory_that_processes_share(rank: int) -> Iterator[Callable[[], object]]:
+    """The process ended with a segmentation fault, also if the model was below another module."""
+    module = model()
+    yield nn.Sequential(module).share_memory
+    copies = [parameter.to_local().detach().clone().share_memory_() for parameter in module.parameters()]
+    assert all(copied.is_shared() for copied in copies)
+    goes_on(module)
+
+
+@remedy("Call the setters of FSDPModule, such as set_requires_gradient_sync")
+def a_name_of_torchs_that_is_set(rank: int) -> Iterator[Callable[[], object]]:
+    """A new attribute would have no effect."""
+    module = model()
+    group = module[0]._get_fsdp_state()._fsdp_param_group
+    yield lambda: setattr(group, "reduce_grads", False)
+    module[0].set_requires_gradient_sync(False)
+    assert not group.reduce_grads
+    module[0].set_requires_gradient_sync(True)
+    goes_on(module)
+
+
 @remedy("Load values with load_state_dict or copy_ them into the sharded parameter")
 def a_parameter_of_another_shape(rank: int) -> Iterator[Callable[[], object]]:
     """The shard is put back, and gets values."""

@@ -682,6 +682,8 @@ class _ScatterOverReplicas:
                 out = torch.empty(row.numel, dtype=dtype, device=device)
                 if row.numel:  # a rank of the shard axis may have no elements, alike in all replicas
                     works = reduce_scatter(out, rows, axis, average=plan.scaling.average, async_op=lane.async_op)
+        if not works and not lane.on_stream:
+            yield  # where there are no elements, too: gradients come in one order on all ranks, or their hooks differ
         yield from _until(works)
         if add_up is not None:
             with lane.after() as done:

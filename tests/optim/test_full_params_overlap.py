@@ -22,7 +22,7 @@ from fsdp2.optim.whole import exchange
 from fsdp2.optim.whole.early import EarlyGradients
 from tests.optim.test_full_params import Experts, on_mesh, rows, shard
 from tests.support.composition import composes
-from tests.support.parity import fulls, mesh_1d
+from tests.support.parity import fulls, mesh_1d, mesh_of, shard_each
 from tests.support.pool import on_ranks
 
 
@@ -201,6 +201,29 @@ def test_meshes(rank, world, kind):
     assert bool(sends) == (kind != "tensor parallel")
     plain, early = (fulls(dict(enumerate(model.parameters()))) for model in models)
     assert all(torch.equal(plain[i], early[i]) for i in plain)
+
+
+@on_ranks(4)
+@composes("sent in backward", "Adam", "over replicas", "uneven")
+@pytest.mark.parametrize("keep", [False, True])
+def test_columns_without_elements(rank, world, keep):
+    """Over replicas they had the gradients of a unit earlier than the others, and owners stepped on a mixture."""
+    mesh = mesh_of(2, 2, names=("replicate", "shard"))
+    models = []
+    for overlap in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(3, 1), nn.Linear(1, 6))
+        shard_each(model, fsdp2, mesh=mesh, shard_over_replicas=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        fsdp2.use_full_params(optimizer, overlap_backward=overlap, keep_full_params=keep)
+        for step in range(3):
+            model(rows(step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(fulls(dict(model.named_parameters())))
+    plain, early = models
+    for name, expected in plain.items():
+        assert torch.equal(early[name], expected), name
 
 
 class Branches(nn.Module):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
@@ -111,6 +112,30 @@ def test_trains_as_hybrid_sharding_does(rank, world, program, build, reshard):
     )
     hybrid = partial(prepare, reshard_after_forward=reshard, shard_over_replicas=False)
     assert_same_bits(ours, play(api.ours, hybrid, build, program))
+
+
+@on_ranks(4)
+def test_gradients_come_in_one_order(rank, world):
+    """Where a column of the mesh has no elements of a unit, nothing was sent over replicas, and the gradient came
+    before that of the unit above. A hook that communicates then met another parameter's on the other ranks."""
+    module, alone = over_replicas(uneven)
+    names: list[str] = []
+    whole: dict[str, torch.Tensor] = {}
+
+    def hook(name: str, parameter: Any) -> None:
+        names.append(name)
+        whole[name] = parameter.grad.full_tensor()
+
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(hook, name))
+    (rows,) = batch(0)
+    alone(rows).square().mean().backward()
+    module(rows.chunk(world)[rank]).square().mean().backward()
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, names)
+    assert len(names) == len(whole) and all(order == names for order in everywhere)
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(whole[name], parameter.grad)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,27 +1,34 @@
-"""The programs of docs/weight_sync.md run as a reader starts them, and its snippets do what the text says."""
+"""The programs of docs/weight_sync.md run as they are printed, and its snippets do what the text says."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import runpy
+from pathlib import Path
 
 import torch
 
 import fsdp2
-from tests.docs.test_pages import DOCS, blocks, script, torchrun
+from tests.docs.test_pages import DOCS, blocks, script
 from tests.docs.test_prints import assert_alike
 from tests.ecosystem.launching import SETTINGS
 from tests.support import api
 from tests.support.models import Transformer
 from tests.support.parity import mesh_of
 from tests.support.pool import on_ranks
-from tests.support.processes import free_port, loopback
+from tests.support.processes import free_port, start
 
 pytestmark = api.fsdp2_only
 PAGE = "weight_sync.md"
 SHOWN = re.compile(r"^<!-- shown: (\S+) -->\n```\n(.*?)^```$", re.M | re.S)
+
+
+def run(folder: Path, name: str, environment: dict[str, str]) -> None:
+    """Be ``python NAME`` in a folder, or one rank of ``torchrun NAME``, in a process that has imported torch."""
+    os.chdir(folder)
+    os.environ.update(environment)
+    runpy.run_path(name, run_name="__main__")
 
 
 def test_a_trainer_and_an_engine(tmp_path):
@@ -32,16 +39,21 @@ def test_a_trainer_and_an_engine(tmp_path):
         text = script(PAGE, name)
         assert text.count("127.0.0.1:29600") == 1
         (tmp_path / name).write_text(text.replace("127.0.0.1:29600", address))
-    environment = {**os.environ, **SETTINGS, "GLOO_SOCKET_IFNAME": loopback()}
-    with subprocess.Popen(
-        [sys.executable, "engine.py"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
-    ) as engine:
-        done = torchrun("train.py", folder=tmp_path, ranks=2)
-        assert done.returncode == 0, done.stderr
-        printed, _ = engine.communicate(timeout=60)
-        assert engine.returncode == 0
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [{**job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    programs = [("engine.py", SETTINGS), *(("train.py", {**SETTINGS, **rank}) for rank in ranks)]
+    logs = [tmp_path / f"log-{number}" for number in range(3)]
+    started = [
+        start(run, tmp_path, name, environment, log=str(log)) for (name, environment), log in zip(programs, logs)
+    ]
+    for process in started:
+        process.join(120)
+        process.kill()
+    printed = [log.read_text() for log in logs]
+    assert [process.exitcode for process in started] == [0, 0, 0], printed
+    assert not printed[2]
     shown = dict(SHOWN.findall((DOCS / PAGE).read_text()))
-    for got, expected in ((done.stdout, shown["train.py"]), (printed, shown["engine.py"])):
+    for got, expected in ((printed[1], shown["train.py"]), (printed[0], shown["engine.py"])):
         assert len(got.splitlines()) == len(expected.splitlines()) > 0
         for line, wanted in zip(got.splitlines(), expected.splitlines()):
             bytes_of_changes = re.compile(r"(changed: )\d+")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,10 @@ from tests.support.pool import on_ranks
 pytestmark = api.fsdp2_only
 
 
+compiled = partial(torch.compile, backend="eager")
+"""Names do not depend on the backend, and the default one takes a second to import."""
+
+
 def wrapped(how: str, seed: int = 3) -> Any:
     """Return the model, sharded and wrapped: parts or all of it, before or after."""
     module: Any = build(seed)
@@ -28,21 +33,21 @@ def wrapped(how: str, seed: int = 3) -> Any:
     if how == "inside":
         module.first[0] = checkpoint_wrapper(module.first[0])
     if how == "compiled first":
-        module.first = torch.compile(module.first)
+        module.first = compiled(module.first)
     shard(module)
     if how == "after":
         module.first = checkpoint_wrapper(module.first)
         module.tied = checkpoint_wrapper(module.tied)
     if how == "compiled":
-        module.first = torch.compile(module.first)
-        module.tied = torch.compile(module.tied)
+        module.first = compiled(module.first)
+        module.tied = compiled(module.tied)
     if how == "both":
-        module.first = torch.compile(checkpoint_wrapper(module.first))
-        module.last = checkpoint_wrapper(torch.compile(module.last))
+        module.first = compiled(checkpoint_wrapper(module.first))
+        module.last = checkpoint_wrapper(compiled(module.last))
     if how == "around":
         module = checkpoint_wrapper(module)
     if how == "compiled around":
-        module = torch.compile(module)
+        module = compiled(module)
     return module
 
 
@@ -175,4 +180,4 @@ def test_shared_modules(rank, world, kind):
 def test_torchs_names_of_wrapped_modules():
     """The infixes are what torch calls them."""
     assert [name for name, _ in checkpoint_wrapper(nn.Linear(2, 2)).named_children()] == ["_checkpoint_wrapped_module"]
-    assert [name for name, _ in torch.compile(nn.Linear(2, 2)).named_children()] == ["_orig_mod"]
+    assert [name for name, _ in compiled(nn.Linear(2, 2)).named_children()] == ["_orig_mod"]

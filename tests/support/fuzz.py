@@ -268,7 +268,11 @@ class Execution:
         # Of a layer that runs twice: gradients that accumulate unreduced are added in the reduce dtype.
         in_order = plan.is_simple and not plan.caches
         in_order = in_order and not any(node.children or node.kind == "twice" for node in plan.all_nodes())
-        few_bits = plan.policy == "low" and (self.stepped or not in_order or plan.across(self.world) > 1)
+        # A single process divides by the number of ranks before its gradients are rounded, the ranks after theirs.
+        exact_mean = self.world & (self.world - 1) == 0
+        few_bits = plan.policy == "low" and (
+            self.stepped or not in_order or not exact_mean or plan.across(self.world) > 1
+        )
         amplified = self.stepped and sum(node.kind == "large" for node in plan.all_nodes()) > 1
         self.allowed.append(ROUNDED if few_bits else AMPLIFIED if amplified else EXACT)
 

@@ -76,6 +76,13 @@ def test_steps_over_long_stretches() -> None:
         assert torch.equal(result, new) and nbytes <= 4 * (len(places) + 4) + 16
 
 
+def test_a_part_that_is_one_step_long() -> None:
+    """From its first element to its last is a step that 16 bits hold, so nothing is sent again."""
+    mask = torch.arange(65_536) == 65_534
+    assert torch.equal(reachable(mask[:-1]), mask[:-1]) and [*map(int, counted(mask[:-1]))] == [1, 1]
+    assert int(reachable(mask).sum()) == int(counted(mask)[1]) == 3
+
+
 def test_which_form_is_smallest() -> None:
     """Few changes as steps, more as a bit each, nearly all as a whole."""
     chosen = [smallest(count, count, 10_000, 2)[0] for count in (0, 100, 500, 1_000, 9_000, 9_900)]

@@ -88,8 +88,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             ranks = self.process_group or dist.group.WORLD
             assert ranks is not None
             axis = Axis.of_group(ranks, total.device.type)
-            for work in all_reduce(total, axis, average=False, async_op=False):
-                work.wait()
+            all_reduce(total, axis, average=False, async_op=False)
         # The scaler adds up what is returned, and a fused step is skipped where that is 1, not where it is more.
         for one in found.values():
             one.zero_()

@@ -190,7 +190,7 @@ class RankSet:
         where another has a large one, and none are left when the large ones are done.
         """
         queues: dict[int, list[tuple[Owned, torch.dtype]]] = {}
-        for entry in sorted(reversed(used), key=_nbytes):
+        for entry in sorted(used, key=_nbytes):
             if entry[0].route.owner in self.part.places:
                 queues.setdefault(entry[0].route.owner, []).append(entry)
         while left := [queues[owner] for owner in sorted(queues) if queues[owner]]:

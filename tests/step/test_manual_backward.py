@@ -89,6 +89,22 @@ def backward(module: nn.Module) -> None:
 
 @api.fsdp2_only
 @on_ranks(2)
+def test_reductions_under_way_are_no_gradients(rank, world):
+    """Backward has launched all of them; an optimizer that stepped would have had some of their results, or none."""
+    module = sharded()
+    optimizer = torch.optim.SGD(module.parameters())
+    module.set_manual_backward_finalization(True)
+    backward(module)
+    for use in (optimizer.step, lambda: fsdp2.clip_grad_norm_(module.parameters(), 1.0)):
+        with pytest.raises(RuntimeError, match=r"not reduced .*finalize_backward\(\)"):
+            use()
+    module.finalize_backward()
+    assert fsdp2.clip_grad_norm_(module.parameters(), 1.0) > 0
+    optimizer.step()
+
+
+@api.fsdp2_only
+@on_ranks(2)
 def test_calls_that_make_no_sense(rank, world):
     """Each is refused with what to do; before the first forward there is nothing to end."""
     module = sharded()

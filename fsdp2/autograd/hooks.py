@@ -419,7 +419,7 @@ def _hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Non
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:
-    """Return whether the package defines ``hook``. Ours are bound methods, which take no attribute as a mark."""
+    """Return whether the package defines ``hook``. Bound methods of ours take no attribute as a mark."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 

@@ -25,7 +25,7 @@ from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.residency import Level, Residency
 from fsdp2.engine.stamp import Stamp
 
-__all__ = ["FSDPParamGroup", "UsingPass"]
+__all__ = ["ComputedWith", "FSDPParamGroup", "UsingPass"]
 
 
 class UsingPass(Protocol):
@@ -36,6 +36,38 @@ class UsingPass(Protocol):
 
     def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later."""
+
+
+class ComputedWith:
+    """The parameters of a group that one forward with gradients computed with. Its backward needs the same ones.
+
+    Each forward has one of its own: between it and its backward, another forward may have computed with others.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self.generation = group.store.generation
+        self.shards = [(param, param.sharded, param.values_taken) for param in group.params]
+
+    def refuse_others(self, group: FSDPParamGroup) -> None:
+        """Raise RuntimeError unless the ``group``, which has gathered for that backward, has the same parameters."""
+        for param, shard, taken in self.shards:
+            if param.sharded is not shard or param.values_taken != taken or param not in group.params:
+                raise RuntimeError(
+                    f"{param.name}: replaced on its module between forward and backward, which would compute the "
+                    "gradient of other weights; expected the parameter that forward used. Call reset_iter_state() on "
+                    "the root module, start the iteration anew, and replace or tie parameters before its forward or "
+                    "after its backward"
+                )
+        if self.generation != group.store.generation:
+            raise RuntimeError(
+                f"{group.name or 'the root'}: its parameters were cast, moved or laid out anew between forward and "
+                "backward (model.double(), model.to(), set_compression()), so what the forward saved is gone; do so "
+                "before the forward, and call reset_iter_state() on the root module to go on"
+            )
+
+    def forget_shards(self) -> None:
+        """Keep no shard alive that is no longer a parameter's."""
+        self.shards = []
 
 
 class FSDPParamGroup:
@@ -78,10 +110,7 @@ class FSDPParamGroup:
         self.gradients = GroupGradients(self, self.phases, self.mesh.shard, comm, notice_backward)
         self._norms = [param for param in params if param.has_statistics]
         self._used_by: UsingPass | None = None  # the last forward that computed with it
-        # Of the last forward with gradients that computed with it: the generation of the full parameters, and the
-        # shards. Backward needs the same ones.
-        self._generation = 0
-        self._computed_with: list[nn.Parameter | None] = []
+        self.computed_with: ComputedWith | None = None  # that of the last forward with gradients
         for param in params:
             param.group = self
 
@@ -282,8 +311,7 @@ class FSDPParamGroup:
         self._unshard_for_compute(run.launch, in_backward=False)
         self.residency.note_forward()
         if torch.is_grad_enabled():
-            self._generation = self.store.generation
-            self._computed_with = [param.sharded for param in self.params]
+            self.computed_with = ComputedWith(self)
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way
         if _trace.recording:
             _trace.emit("pre_forward", self)
@@ -347,37 +375,29 @@ class FSDPParamGroup:
 
     # ---- backward ----
 
-    def pre_backward(self, launch: Launch, *, recorded: bool) -> bool:
-        """Gather for backward, and return whether this call is the one that entered it.
+    def pre_backward(self, launch: Launch, computed_with: ComputedWith | None) -> bool:
+        """Gather for the backward of a forward that ``computed_with`` these parameters; None if that is not known.
+
+        Return whether this call is the one that entered backward.
 
         Raises:
-            RuntimeError: the full parameters of the forwards that were ``recorded`` are gone.
+            RuntimeError: the parameters are others now.
         """
-        if recorded and self._generation != self.store.generation:
-            raise RuntimeError(
-                f"{self.name or 'the root'}: its parameters were cast, moved or laid out anew between forward and "
-                "backward (model.double(), model.to(), set_compression()), so what the forward saved is gone; do so "
-                "before the forward, and call reset_iter_state() on the root module to go on"
-            )
-        if not self.phases.enter("pre_backward"):
-            return False
+        entered = self.phases.enter("pre_backward")
+        if entered:
+            self._enter_backward(launch)
+        if computed_with is not None:
+            computed_with.refuse_others(self)
+        return entered
+
+    def _enter_backward(self, launch: Launch) -> None:
         self.comm.lanes.compute.enter_backward()
         if _trace.recording:
             _trace.emit("pre_backward", self)
         if self.store.options.unshard_in_backward:
             self._unshard_for_compute(launch, in_backward=True)
-        if recorded:
-            for param, before in zip(self.params, self._computed_with):
-                if param.sharded is not before:
-                    raise RuntimeError(
-                        f"{param.name}: replaced on its module between forward and backward, which would compute the "
-                        "gradient of other weights; expected the parameter that forward used. Call "
-                        "reset_iter_state() on the root module, start the iteration anew, and replace parameters "
-                        "before its forward or after its backward"
-                    )
         if not self.frees_after_backward:
             self.residency.note_left()  # before gradients arrive: hooks on them may step an optimizer
-        return True
 
     def ends_with_its_gradients(self) -> bool:
         """Return whether backward is done with the group once it has the gradients of all its parameters.
@@ -439,7 +459,8 @@ class FSDPParamGroup:
 
     def forget_shards(self) -> None:
         """Keep no shard alive that is no longer a parameter's: the backwards are over, or shards have moved."""
-        self._computed_with = []
+        if self.computed_with is not None:
+            self.computed_with.forget_shards()
 
     def reset(self) -> None:
         """Show shards, drop gradients, and wait for what is in flight (recovery)."""

@@ -306,6 +306,7 @@ class FSDPParam:
         # The parameter's own shard, if modules show another, perhaps for one call. Weak: whoever ends that call, to put
         # it back, keeps it alive.
         self._before: weakref.ref[nn.Parameter] | None = None
+        self.values_taken = 0  # how often the shard has taken the value of a parameter that replaced it
         self.full: nn.Parameter | None = None
         self._full_place: torch.Tensor | None = None  # where gathers write it: a view of the full buffer
         self.piece: nn.Parameter | None = None
@@ -487,6 +488,7 @@ class FSDPParam:
         """
         sharded = self.sharded
         assert sharded is not None
+        self.values_taken += 1
         if self.local.is_meta:
             hooks = gradient_hook_tables(sharded)
             local = self.spec.cut(whole).detach().to(home, copy=True)

@@ -38,7 +38,7 @@ from fsdp2.engine.backward import BackwardPass
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.collective import launch_unobserved
 from fsdp2.engine.forward import ForwardPass
-from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.group import ComputedWith, FSDPParamGroup
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.passes import Call, CallKind, Pass, backward_runs
 from fsdp2.engine.registry import Registry
@@ -58,6 +58,9 @@ __all__ = [
     "register_as_managed",
     "units_so_far",
 ]
+
+_Used = Mapping[FSDPParamGroup, "ComputedWith | None"]
+"""The groups of a unit, and what a call computed with."""
 
 _live: Registry[FSDPState] = Registry()  # every unit
 _ran: Registry[FSDPState] = Registry()  # those that have run under a root
@@ -548,8 +551,11 @@ class FSDPState(ComposableState):
     # ---- backward ----
 
     @outside_dynamo
-    def pre_backward(self, grad: torch.Tensor | None) -> None:
-        """Gather for backward, and start the gather of the groups backward meets next."""
+    def pre_backward(self, grad: torch.Tensor | None, used: _Used | None = None) -> None:
+        """Gather for backward, and start the gather of the groups backward meets next.
+
+        ``used`` are the groups and parameters of the call whose backward this is; without it, of the last one.
+        """
         if self.why_no_forward is not None:
             for group in self.groups:
                 group.residency.refuse_summoned("backward")
@@ -557,10 +563,11 @@ class FSDPState(ComposableState):
         run, pending, comm = root.start_backward(), root.pending, root.comm
         run.creates_graph = torch.is_grad_enabled()
         if run.creates_graph:  # the backward of this backward enters here by a way that has no hook yet
-            hooks.watch_exit(grad, self.pre_backward)
+            hooks.watch_exit(grad, lambda outgoing: self.pre_backward(outgoing, used))
         entered = []
         for group in self.groups:  # all of this unit's gathers go ahead of those for later
-            if group.pre_backward(run.launch, recorded=pending.expects(group)):
+            last = group.computed_with if pending.expects(group) else None
+            if group.pre_backward(run.launch, used.get(group) if used is not None else last):
                 entered.append(group)
         for group in entered:
             comm.drop_postponed(group)
@@ -569,8 +576,8 @@ class FSDPState(ComposableState):
             group.gradients.begin_backward(run.launch, end, count=pending.ends_by_gradients(group), final=final)
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 # Not if the gradients are finished later: after units below, or after an earlier call of this one.
-                last = not self._has_units_below and not pending.calls.has_unvisited(group)
-                later = last and group.gradients.gathers_later
+                ends_here = not self._has_units_below and not pending.calls.has_unvisited(group)
+                later = ends_here and group.gradients.gathers_later
                 for other in reversed(following.gathered_with):
                     if other.store.options.unshard_in_backward and later:
                         comm.postpone_gather(other, partial(run.prefetch, other))
@@ -583,17 +590,20 @@ class FSDPState(ComposableState):
 
     def _entry(self, call: Call) -> Callable[[torch.Tensor | None], None]:
         """Return what enters backward by the outputs of ``call``."""
+        used = {group: group.computed_with for group in self.groups}
         around = [unit for unit in call.run.entered if unit.groups]
-        return (lambda grad: self._enter_from_within(around, grad)) if around else self.pre_backward
+        if around:
+            return lambda grad: self._enter_from_within(around, grad, used)
+        return lambda grad: self.pre_backward(grad, used)
 
     @outside_dynamo
-    def _enter_from_within(self, around: list[FSDPState], grad: torch.Tensor | None) -> None:
+    def _enter_from_within(self, around: list[FSDPState], grad: torch.Tensor | None, used: _Used) -> None:
         """Enter backward by an output of a call inside calls of the units ``around``.
 
         Backward enters these by their own outputs, unless the loss uses only outputs of units inside them, which a hook
         has captured. It needs their weights all the same, below this unit.
         """
-        self.pre_backward(grad)
+        self.pre_backward(grad, used)
         for unit in reversed(around):  # the outermost last, as when all enter by one tensor
             if not all([group.is_entered for group in unit.groups]):
                 unit.pre_backward(grad)

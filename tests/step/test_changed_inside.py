@@ -196,23 +196,9 @@ def tie(module: Any) -> None:
     module.head.weight = module.embed.weight
 
 
-NAMELESS = pytest.mark.xfail(
-    strict=True, reason="the memory of the earlier forward is gone, and autograd says so, not we"
-)
-
-
 @on_ranks(1, 2)
-@pytest.mark.parametrize(
-    ("reshard", "again"),
-    [
-        pytest.param(None, True, marks=NAMELESS),
-        (True, True),
-        pytest.param(False, True, marks=NAMELESS),
-        (None, False),
-        (True, False),
-        (False, False),
-    ],
-)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("again", [True, False])
 def test_a_tie_between_a_forward_and_its_backward(rank, world, reshard, again):
     """The backward of a forward from before the tie, perhaps after another forward. torch's fails with a raw
     "setStorage ... out of bounds"; here it is right, or refused by the name of a parameter, and training goes on."""
@@ -238,3 +224,51 @@ def test_a_tie_between_a_forward_and_its_backward(rank, world, reshard, again):
     for model in (module, alone):
         model.zero_grad()
     train_both(module, alone)
+
+
+# ---- another forward between a forward and its backward ----
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("backward", ["of the first", "of the second", "of both"])
+def test_replaced_between_two_forwards(rank, world, reshard, backward):
+    """The backward of the first computed the gradients of the second one's weights, without a word: what a forward had
+    computed with was known of the last one only. It raises, unless both are in memory, as one process has them."""
+    module, alone = beside_one_process(Language, reshard_after_forward=reshard)
+    losses = []
+    for model in (module, alone):
+        first = model(INPUTS).square().mean()
+        with torch.no_grad():
+            model.head.weight = nn.Parameter(model.head.weight * 2)
+        second = model(INPUTS).square().mean()
+        losses.append({"of the first": first, "of the second": second, "of both": first + second}[backward])
+    try:
+        losses[0].backward()
+    except RuntimeError as error:
+        assert backward != "of the second"
+        assert "head.weight: replaced on its module between forward and backward" in str(error)
+        module.reset_iter_state()
+        module.zero_grad()
+    else:
+        assert backward == "of the second" or (reshard is False and world == 1)
+        losses[1].backward()
+        for unit in (module.embed, module.body, module.head, module):
+            unit.reshard()
+        assert_gradients(module, alone)
+    for model in (module, alone):
+        model.zero_grad()
+    train_both(module, alone)
+
+
+@on_ranks(2)
+def test_cast_between_two_forwards(rank, world):
+    """autograd said that something was modified in place; the error names what was done."""
+    module, _ = beside_one_process(Language)
+    loss = module(INPUTS).mean()
+    module.double()
+    module(INPUTS.double())
+    with pytest.raises(RuntimeError, match="head: its parameters were cast, moved or laid out anew between forward"):
+        loss.backward()
+    module.reset_iter_state()
+    module(INPUTS.double()).mean().backward()

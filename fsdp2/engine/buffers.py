@@ -164,7 +164,7 @@ class ShardStore:
     # ---- shards ----
 
     def adopt(self, before_writing: Callable[[], object], *, lasting: bool = False) -> bool:
-        """Take in shards that were replaced or whose local tensors changed; return whether any was replaced.
+        """Take in shards that were replaced or whose local tensors changed; return whether others replace our own.
 
         ``before_writing`` waits for what still reads shards. ``lasting``: the shards were not put there for a single
         call.
@@ -182,7 +182,7 @@ class ShardStore:
                 self.show([param], "shards")
                 continue
             _check_replacement(param, shown)
-            replaced |= shown is not param.sharded
+            replaced |= shown is not param.sharded and shown is not param.own  # not if our own come back
             if shown is param.sharded and param in self._plain:
                 # The same DTensor got another local tensor (swap_tensors). The old one may belong to another DTensor
                 # now, and its place in the flat buffer gets the new values, so it gets other memory. ``adopt_shard``

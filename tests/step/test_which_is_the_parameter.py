@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 import fsdp2
 from tests.support import api
+from tests.support.counting import gathers
 from tests.support.parity import assert_gradients, beside_one_process, full, mesh_of, on_one_axis, stack
 from tests.support.pool import on_ranks
 
@@ -172,6 +173,19 @@ def test_a_target_before_a_forward_and_another_between(rank, world):
     for loss in losses:
         loss.backward()
     assert_gradients(module, alone)
+
+
+@on_ranks(2)
+def test_a_forward_after_an_evaluation_with_other_weights_keeps_its_own(rank, world):
+    """Our own shards, which came back, were taken for others: what was gathered of them was freed after forward."""
+    module, alone = pair(reshard_after_forward=False)
+    for _ in range(2):
+        module.reshard(recurse=True)
+        evaluate_others(module)
+        loss = module(INPUTS).square().mean()
+        assert gathers(loss.backward) == 0
+        module.zero_grad()
+    step_on_both(module, alone)
 
 
 class Fragile(nn.Sequential):

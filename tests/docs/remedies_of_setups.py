@@ -55,7 +55,7 @@ def environment(**values: str | None) -> Iterator[None]:
 # ---- passes ----
 
 
-@remedy("reset_iter_state() on the root module, start the iteration anew, and replace parameters")
+@remedy("reset_iter_state() on the root module, start the iteration anew, and replace or tie parameters")
 def replaced_before_backward(rank: int) -> Iterator[Call]:
     """ "Put it back" was never tried: autograd had gone through a part of the graph by then."""
     module = model()

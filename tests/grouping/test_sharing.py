@@ -389,7 +389,7 @@ def test_a_tie_between_forward_and_backward(rank, world):
     model.middle.weight = model.first.weight
     with torch.no_grad():
         model(torch.ones(2, 8))
-    with pytest.raises(RuntimeError, match="laid out anew between forward and backward"):
+    with pytest.raises(RuntimeError, match="first.weight: replaced on its module between forward and backward"):
         loss.backward()
     model.reset_iter_state()
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.support import api
 from tests.support.processes import loopback
@@ -51,6 +52,7 @@ class Outcome:
     value: Any = None
     traceback: str = ""
     skipped: str = ""
+    groups: int = 0  # the process groups that the rank has
 
 
 def rank_function(job: Job) -> Any:
@@ -112,7 +114,7 @@ class Worker:
                 time.sleep(0.05)
                 continue
             return Outcome(traceback=f"modules are still alive after the test: {left}")
-        return Outcome(value=value)
+        return Outcome(value, groups=len(distributed_c10d._world.pg_names))
 
     def enter_process_group(self, job: Job) -> None:
         """Make the default process group have exactly the job's world size."""

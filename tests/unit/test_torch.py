@@ -81,10 +81,14 @@ def test_a_state_is_found_by_its_module_and_kept_weakly() -> None:
         _torch.composable_state(module)
 
 
-@probes("TrainingState", "ShardedState")
-def test_phases_and_residencies_have_names() -> None:
+@probes("TrainingState", "ShardedState", "ParamModuleInfo")
+def test_phases_residencies_and_places_have_names() -> None:
     assert {state.name for state in _torch.TrainingState} == {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"}
     assert {state.name for state in _torch.ShardedState} == {"SHARDED", "SHARDED_POST_FORWARD", "UNSHARDED"}
+    module = nn.Linear(1, 1)
+    place = _torch.ParamModuleInfo(module, "weight", [module], ["bias"])
+    assert (place.module, place.param_name) == (module, "weight")
+    assert (place.shared_modules, place.shared_param_names) == ([module], ["bias"])
 
 
 # ---- meshes and DTensors ----

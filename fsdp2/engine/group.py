@@ -385,19 +385,16 @@ class FSDPParamGroup:
         """
         entered = self.phases.enter("pre_backward")
         if entered:
-            self._enter_backward(launch)
+            self.comm.lanes.compute.enter_backward()
+            if _trace.recording:
+                _trace.emit("pre_backward", self)
+            if self.store.options.unshard_in_backward:
+                self._unshard_for_compute(launch, in_backward=True)
+            if not self.frees_after_backward:
+                self.residency.note_left()  # before gradients arrive: hooks on them may step an optimizer
         if computed_with is not None:
             computed_with.refuse_others(self)
         return entered
-
-    def _enter_backward(self, launch: Launch) -> None:
-        self.comm.lanes.compute.enter_backward()
-        if _trace.recording:
-            _trace.emit("pre_backward", self)
-        if self.store.options.unshard_in_backward:
-            self._unshard_for_compute(launch, in_backward=True)
-        if not self.frees_after_backward:
-            self.residency.note_left()  # before gradients arrive: hooks on them may step an optimizer
 
     def ends_with_its_gradients(self) -> bool:
         """Return whether backward is done with the group once it has the gradients of all its parameters.

@@ -566,8 +566,11 @@ class FSDPState(ComposableState):
             hooks.watch_exit(grad, lambda outgoing: self.pre_backward(outgoing, used))
         entered = []
         for group in self.groups:  # all of this unit's gathers go ahead of those for later
-            last = group.computed_with if pending.expects(group) else None
-            if group.pre_backward(run.launch, used.get(group) if used is not None else last):
+            if used is not None:
+                computed_with = used[group] if group in used else None  # noqa: SIM401  (saves a call for each group)
+            else:
+                computed_with = group.computed_with if pending.expects(group) else None
+            if group.pre_backward(run.launch, computed_with):
                 entered.append(group)
         for group in entered:
             comm.drop_postponed(group)
@@ -590,7 +593,9 @@ class FSDPState(ComposableState):
 
     def _entry(self, call: Call) -> Callable[[torch.Tensor | None], None]:
         """Return what enters backward by the outputs of ``call``."""
-        used = {group: group.computed_with for group in self.groups}
+        used: dict[FSDPParamGroup, ComputedWith | None] = {}
+        for group in self.groups:
+            used[group] = group.computed_with
         around = [unit for unit in call.run.entered if unit.groups]
         if around:
             return lambda grad: self._enter_from_within(around, grad, used)

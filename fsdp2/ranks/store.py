@@ -153,7 +153,8 @@ class Keys:
     def get_within(self, key: str, seconds: float) -> str | None:
         """Wait for a key and read it; return None if it does not exist within so many seconds."""
         with _on_host():
-            return self._get_within(f"{self._prefix}/{key}", seconds)
+            # A key that is deleted between the wait for it and the read has an empty value. None of ours is empty.
+            return self._get_within(f"{self._prefix}/{key}", seconds) or None
 
     def _get_within(self, path: str, seconds: float) -> str | None:
         store, clones = self._connections.own, self._connections.clones

@@ -257,6 +257,20 @@ def test_an_error_names_its_rank_once() -> None:
             boards[0].look(SimpleNamespace(position=lambda: None), shows=False)
 
 
+class EmptiedStore(CountingStore):
+    """One in which another rank deletes each key between a wait for it and the read, as TCPStore reads then."""
+
+    def get(self, key: str, seconds: float | None = None) -> bytes:
+        return b""
+
+
+def test_a_key_that_is_deleted_while_it_is_read() -> None:
+    """Its value was taken for a number, and the thread that says where ranks are ended with a ValueError."""
+    keys = Keys(Connections(EmptiedStore(Memory())), "fsdp2", "1")
+    keys.set("asked", "7")
+    assert keys.read("asked") is None
+
+
 class LateStore(CountingStore):
     """That of a rank whose first wait for a meeting runs out while the ``others`` end the meeting and go on."""
 

@@ -567,7 +567,7 @@ class FSDPState(ComposableState):
         entered = []
         for group in self.groups:  # all of this unit's gathers go ahead of those for later
             if used is not None:
-                computed_with = used[group] if group in used else None  # noqa: SIM401  (saves a call for each group)
+                computed_with = used.get(group)  # None of one that was added since
             else:
                 computed_with = group.computed_with if pending.expects(group) else None
             if group.pre_backward(run.launch, computed_with):
@@ -593,9 +593,7 @@ class FSDPState(ComposableState):
 
     def _entry(self, call: Call) -> Callable[[torch.Tensor | None], None]:
         """Return what enters backward by the outputs of ``call``."""
-        used: dict[FSDPParamGroup, ComputedWith | None] = {}
-        for group in self.groups:
-            used[group] = group.computed_with
+        used = {group: group.computed_with for group in self.groups}
         around = [unit for unit in call.run.entered if unit.groups]
         if around:
             return lambda grad: self._enter_from_within(around, grad, used)

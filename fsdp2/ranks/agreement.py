@@ -165,7 +165,7 @@ class RankAgreement:
         return {
             "collective": [collective.kind, number, list(collective.part)],
             # If ranks want different units that some may skip, all take the first of them: this is its order.
-            "order": self._history.words.order(self._log.kind, collective),
+            "order": self._history.words.order(self._log.kind, collective.group),
             "marked": collective.group.store.options.reduce_unused,
         }
 

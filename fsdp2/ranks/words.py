@@ -33,19 +33,19 @@ class Words:
         self._root = root
         self.forward_positions: dict[Any, int] = {}  # the order of the groups in the last forward
 
-    def order(self, kind: PassKind | None, collective: Collective) -> int:
+    def order(self, kind: PassKind | None, group: ObservedGroup) -> int:
         """Return a number that grows along the pass: in the order of groups in a forward, in reverse in a backward."""
         groups: Sequence[ObservedGroup] = self._root.groups
-        number = -1 if collective.group is None else groups.index(collective.group)
+        number = groups.index(group)
         backward = kind is not None and kind.is_backward
-        return -self.forward_positions.get(collective.group, number) if backward else number
+        return -self.forward_positions.get(group, number) if backward else number
 
     def did(self, kind: PassKind | None, collective: Collective) -> str:
         """Return a collective as JSON, for ``refuse`` on another rank."""
         group, text = collective.group, self._text(kind, collective)
         if group is None:
             return json.dumps(_Did(text))
-        order = (collective.kind == "reduce", self.order(kind, collective))
+        order = (collective.kind == "reduce", self.order(kind, group))
         return json.dumps(_Did(text, group.name, order, group.store.options.reduce_unused))
 
     def _text(self, kind: object, collective: Collective) -> str:

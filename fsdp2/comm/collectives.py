@@ -119,7 +119,11 @@ def all_gather(
         return _works(work, axis, async_op)
     started: list[Work] = []
     for out, inp in zip(outputs, inputs):
-        if axis.size == 2 and prefers_all_to_all(axis, out.nbytes):
+        swaps = axis.size == 2 and prefers_all_to_all(axis, out.nbytes)
+        if swaps or out.device.type == "cpu":
+            # Send this rank's own part of the output: a thread of the CPU sends while the program may write to shards.
+            inp = out.view(axis.size, -1)[axis.rank].copy_(inp)
+        if swaps:
             started += _swap(out, inp, axis, async_op=async_op)
         else:
             started += _works(_start(what, axis, [out], group_all_gather, out, inp, options), axis, async_op)
@@ -147,13 +151,11 @@ def _start(
     return work
 
 
-def _swap(output: torch.Tensor, piece: torch.Tensor, axis: Axis, *, async_op: bool) -> list[Work]:
-    """Gather between two ranks: each keeps its own piece and receives the other's."""
-    assert axis.group is not None
-    halves = output.view(2, -1)
-    halves[axis.rank].copy_(piece)
-    target, sizes, options = halves[1 - axis.rank], _sizes_of_others(piece, axis), _exchange_options(async_op)
-    work = _start(("gather", "all_to_all"), axis, [target], group_all_to_all, target, piece, sizes, sizes, options)
+def _swap(output: torch.Tensor, own: torch.Tensor, axis: Axis, *, async_op: bool) -> list[Work]:
+    """Let two ranks send each other their ``own`` half of the ``output``."""
+    target, sizes = output.view(2, -1)[1 - axis.rank], _sizes_of_others(own, axis)
+    options = _exchange_options(async_op)
+    work = _start(("gather", "all_to_all"), axis, [target], group_all_to_all, target, own, sizes, sizes, options)
     return _works(work, axis, async_op)
 
 

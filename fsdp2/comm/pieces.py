@@ -10,9 +10,10 @@ import torch
 from fsdp2._torch.tensors import chunk_cat, foreach_copy
 from fsdp2.sharding.layout import ShardLayout
 
-__all__ = ["Pair", "copy_all", "pack_rows", "part_of", "piece_pairs", "zero_gaps"]
+__all__ = ["Pair", "are_alike", "copy_all", "has_memory", "pack_rows", "part_of", "piece_pairs", "zero_gaps"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def part_of(
@@ -24,16 +25,33 @@ def part_of(
     there it is a view.
     """
     end = start + math.prod(shape) * dtype.itemsize
-    if _without_memory(flat):
+    if not has_memory(flat):
         return flat[start:end].view(dtype).as_strided(shape, stride).data
     return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage()[start:end], 0, shape, stride)
 
 
-def _without_memory(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a fake tensor, with a device and a size but no memory: in forecasts, or in torch's
-    memory trackers and estimators.
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` has elements. A fake one, in forecasts, or in torch's memory trackers and estimators,
+    has a device and a size alone.
     """
-    return tensor.untyped_storage().device.type == "meta"
+    return tensor.untyped_storage().device.type != "meta"
+
+
+def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape have the same values, in the dtype of the first; NaN is like NaN.
+
+    The host reads both.
+    """
+    other = other.detach().to(one.dtype)
+    # Integers take much less time to compare than numbers do. NaN may have other bits, and zero another sign.
+    return torch.equal(_bits(one), _bits(other)) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers, if it can be of eight bytes."""
+    if tensor.is_contiguous() and tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0:
+        return tensor.view(-1).view(torch.int64)
+    return tensor.view(_INTEGERS[tensor.itemsize]) if tensor.itemsize in _INTEGERS else tensor
 
 
 def copy_all(targets: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:

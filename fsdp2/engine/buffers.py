@@ -12,7 +12,7 @@ from fsdp2._naming import class_name
 from fsdp2._torch.autograd import functorch_active, lasting_tensors
 from fsdp2._torch.tensors import address_of, set_versions, storages_of, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
-from fsdp2.comm.pieces import part_of
+from fsdp2.comm.pieces import are_alike, has_memory, part_of
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_portions
@@ -66,6 +66,7 @@ class ShardStore:
         self.borrows = False  # modules may show a shard for one call only, which may be over
         self._full_buffer: Buffer | None = None
         self._plain_fulls: list[torch.Tensor] = []  # the plain full tensors of ``_plain`` in it
+        self._own_parts: list[tuple[FSDPParam, torch.Tensor]] = []  # this rank's part of those that are sent unchanged
         self.gather_buffers: GatherBuffers | None = None  # made for the first gather
         self.portions: Portions | None = None  # with shard_over_replicas; made with gather_buffers
         self._subgroup: SubgroupShards | None = None
@@ -345,12 +346,14 @@ class ShardStore:
         with lasting_tensors(), lanes.gather.after():
             self._full_buffer = Buffer(plan.full_bytes, self.mesh.device)
             self.gather_buffers = GatherBuffers(items, plan, source, self._full_buffer)
-            self._plain_fulls = []
+            self._plain_fulls, self._own_parts = [], []
             for i, (param, item) in enumerate(zip(self._plain, items)):
                 layout, start = item.layout, plan.full_offset[i]
                 flat = self._full_buffer.view(start, layout.full_storage_numel, item.wire_dtype)
                 self._plain_fulls.append(flat.as_strided(layout.shape, layout.stride))
                 param.set_full(flat)
+                if item.form is None and self.options.custom_gather is None and has_memory(flat):
+                    self._own_parts.append((param, param.spec.cut(self._plain_fulls[i])))
             self._full_buffer.free()
         self._own_versions, self._gone = None, [next(_gone) for _ in self._plain]
         self._full_params = [param.full for param in self._plain if param.full is not None]
@@ -395,6 +398,18 @@ class ShardStore:
     def changed_since(self, versions: list[int]) -> list[str]:
         """Return the names of full parameters that were changed in place since they had these ``versions``."""
         return [p.name for p, before, now in zip(self._plain, versions, self.full_versions()) if now != before]
+
+    def unlike_shards(self) -> list[str]:
+        """Return the names of full parameters that have other values than the shards, where this rank has elements.
+
+        The host reads both. Parameters that an extension, a format or a custom all-gather may change are left out.
+
+        Raises:
+            RuntimeError: somebody assigned ``.data``, which has no effect on a shard.
+        """
+        if (storages := storages_of([param.sharded for param in self._placed])) != self._storages:
+            self._refuse_assigned_data(storages)
+        return [param.name for param, part in self._own_parts if not are_alike(part, param.local)]
 
     def reclaim_full(self) -> None:
         """Undo assignments to ``.data`` of full parameters: gathers would write to memory that nobody reads."""

@@ -308,7 +308,11 @@ class FSDPParamGroup:
         self.phases.enter("pre_forward")
         if not run.in_backward and (self._used_by is None or not self._used_by.is_running):
             self._used_by = run
+        ahead = self.residency.gathering is not None
         self._unshard_for_compute(run.launch, in_backward=False)
+        if first and not run.in_backward and self.residency.free_unlike_shards():
+            late |= ahead
+            self._unshard_for_compute(run.launch, in_backward=False)
         self.residency.note_forward()
         if torch.is_grad_enabled():
             self.computed_with = ComputedWith(self)

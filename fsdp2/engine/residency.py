@@ -33,7 +33,7 @@ from fsdp2._warn import warn
 from fsdp2.comm.context import CommContext
 from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
-from fsdp2.engine.collective import Collective, Launch, ObservedGroup
+from fsdp2.engine.collective import AGAIN, Collective, Launch, ObservedGroup
 from fsdp2.engine.param import FSDPParam, Shown, shows
 from fsdp2.engine.stamp import Stamp
 from fsdp2.engine.subgroup import SubgroupShards
@@ -104,6 +104,7 @@ class Residency:
         """Forget what is known of what was in memory: it is freed."""
         self.kept = Level.SHARDS  # the level to which memory falls when those that use it are done
         self._stamp: Stamp | None = None  # of the shards that it was made of, if it may be used later
+        self._again = False  # the next gather repeats one whose shards were written since, which no counter shows
         self._loud = False  # it was gathered ahead by a use that was not quiet: a quiet one may come behind an update
         # The versions of the full parameters when they were left to later uses, and whether the caller asked for that.
         self._versions_left: list[int] | None = None
@@ -245,7 +246,8 @@ class Residency:
         if source.axis.size == 1 or sent is None:
             start()  # on one rank nothing is communicated, so nobody need know, and even a prefetch starts at once
         else:
-            launch(Collective("gather", self._group, (*store.formats_digest, *sent)), start, optional=optional)
+            part = (*store.formats_digest, *sent, *([AGAIN] if self._again else ()))
+            launch(Collective("gather", self._group, part), start, optional=optional)
 
     def _encode(self, launch: Launch, start: Callable[..., None], axis: Axis, expected: tuple[int, ...] | None) -> None:
         """Encode tensors with all-gather extensions, which decide themselves what is sent, and ``start`` with these.
@@ -271,7 +273,7 @@ class Residency:
             _trace.emit("unshard", self, sum(item.full_bytes for item in source.buffers.items))
         gathering = start_gather(source.buffers, source.axis, self.comm.copies, custom=source.custom, extras=extras)
         self._move(Level.GATHERING)
-        self.gathering, self._loud = gathering, False
+        self.gathering, self._loud, self._again = gathering, False, False
         if in_backward:
             self.kept = Level.SHARDS  # pieces were kept for this backward, which frees them
         if not self.kept:
@@ -364,6 +366,27 @@ class Residency:
         self._move(Level.FULL)
         self.gathering = None
         self.show("full")
+
+    def free_unlike_shards(self) -> bool:
+        """Free full parameters, which are ready, if the shards have other values now; return whether they were freed.
+
+        Writes that no counter shows (see ``Stamp``) are found here. Not on streams, where the host would have to wait
+        for the gather. What the caller asked for with ``unshard()`` may have values of the caller's.
+        """
+        if self.comm.lanes.on_streams or self._by_hand or self.summoned:
+            return False
+        names = self.store.unlike_shards()
+        if not names:
+            return False
+        warn(
+            f"{', '.join(names)}: the sharded parameter was written after it was gathered, in a way that no version "
+            "counter shows (.data, torch._foreach_*, the local tensor of a detached parameter). It is gathered again. "
+            "On a GPU such a write is not noticed: call reshard() on the unit of the parameter after it"
+        )
+        self.free()
+        self.forget_portions()
+        self._again = True
+        return True
 
     # ---- a forward, which must not write to full parameters ----
 

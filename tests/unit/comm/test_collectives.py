@@ -158,8 +158,19 @@ def test_two_ranks_on_gloo_swap_large_pieces(backend: str, ranks: int, nbytes: i
     if swaps:
         assert output.view(2, -1).sum(1).tolist() == [0, nbytes // 2]  # its own piece is there at once
         half, sent, received_sizes, sent_sizes, _ = swap.return_value.call_args.args
-        assert half.data_ptr() == output.data_ptr() and sent is piece
+        assert (half.data_ptr(), sent.data_ptr()) == (output.data_ptr(), output.view(2, -1)[1].data_ptr())
         assert received_sizes == sent_sizes == [nbytes // 2, 0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_write_behind_the_start_of_a_gather_is_not_sent(ranks: int) -> None:
+    """A thread sends. What it found in the shards, and so what each rank had, depended on how fast it was."""
+    axis, output, piece = Axis("group", ranks, 1, "gloo"), torch.zeros(2 * ranks), torch.ones(2)
+    with mock.patch.object(collectives, "group_all_gather") as gather:
+        all_gather([output], [piece], axis, async_op=True)
+    piece.fill_(5)
+    _, sent, _ = gather.return_value.call_args.args
+    assert sent.tolist() == output.view(ranks, -1)[1].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("count", "calls"), [(1, 0), (3, 1)])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 
-from fsdp2.comm.pieces import piece_pairs, zero_gaps
+from fsdp2.comm.pieces import are_alike, piece_pairs, zero_gaps
 from fsdp2.sharding.layout import ShardLayout
 from tests.unit.strategies import chunk, counted, layouts
 
@@ -32,3 +33,24 @@ def test_pairs_bring_rows_and_tensor_together(layout: ShardLayout) -> None:
 def test_two_copies_are_enough_for_any_number_of_ranks(layout: ShardLayout) -> None:
     rows = torch.zeros(layout.ranks, layout.slot_numel)
     assert len(piece_pairs(counted(layout), rows, layout)) <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("to", [None, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(6, 4), (3, 5), (0, 4), ()])
+@pytest.mark.parametrize("strided", [False, True])
+def test_alike_in_the_dtype_of_the_first(dtype, to, shape, strided) -> None:
+    if to is not None and dtype.is_complex:
+        pytest.skip("no such policy")
+    torch.manual_seed(0)
+    other = torch.randn(shape, dtype=dtype)
+    other = other.t() if strided and other.dim() == 2 else other
+    one = other.clone().to(to or dtype)
+    assert are_alike(one, other)
+    if not other.numel():
+        return
+    changed, missing = other.clone(), other.clone()
+    missing[(0,) * other.dim()] = float("nan")
+    changed[(-1,) * other.dim()] += 1
+    assert not are_alike(one, changed) and not are_alike(one, missing)
+    assert are_alike(missing.to(one.dtype), missing)

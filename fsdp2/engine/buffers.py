@@ -352,7 +352,8 @@ class ShardStore:
                 flat = self._full_buffer.view(start, layout.full_storage_numel, item.wire_dtype)
                 self._plain_fulls.append(flat.as_strided(layout.shape, layout.stride))
                 param.set_full(flat)
-                if item.form is None and self.options.custom_gather is None and has_memory(flat):
+                changes = item.form is not None or self.options.custom_gather is not None  # values, on the way
+                if layout.dim is not None and not changes and has_memory(flat):
                     self._own_parts.append((param, param.spec.cut(self._plain_fulls[i])))
             self._full_buffer.free()
         self._own_versions, self._gone = None, [next(_gone) for _ in self._plain]
@@ -402,7 +403,8 @@ class ShardStore:
     def unlike_shards(self) -> list[str]:
         """Return the names of full parameters that have other values than the shards, where this rank has elements.
 
-        The host reads both. Parameters that an extension, a format or a custom all-gather may change are left out.
+        The host reads both. Parameters that an extension, a format or a custom all-gather may change are left out, and
+        scalars, of which each rank has a copy: where these differ, all compute with that of the first.
 
         Raises:
             RuntimeError: somebody assigned ``.data``, which has no effect on a shard.

@@ -229,7 +229,7 @@ class RootContext(Generic[U]):
         route = self.itinerary.begin(f"{kind.name} of {unit.name}", alone=alone)
         run = ForwardPass(self.groups, observer, unit, route, pending, observed=not alone)
         if earlier is not None:
-            earlier.is_running = False
+            self._leave(earlier)
             if earlier.observed:
                 self.itinerary.break_off()
         for group in run.groups:
@@ -527,16 +527,16 @@ class RootContext(Generic[U]):
         # Before groups: one of these may raise, since what it waits for has failed.
         for run in (self.forward, self.backward):
             if run is not None:
-                run.is_running = False
-                self._forget_calls(run)
+                self._leave(run)
         self.forward = self.backward = None
         self._pending = Pending()
         self.itinerary = Itinerary()  # ranks may have stopped at different places
         for group in self.groups:
             group.reset()
 
-    def _forget_calls(self, run: Pass) -> None:
-        """Forget the calls that ``run`` has left unended: they refer to tensors, whose graph refers to units."""
+    def _leave(self, run: Pass) -> None:
+        """Leave an interrupted pass, and forget its calls: they refer to tensors, whose graph refers to units."""
+        run.is_running = False
         for unit in self.all_states:
             unit.forget_calls(run)
         run.entered.clear()

@@ -517,7 +517,7 @@ class FSDPState(ComposableState):
 
     def forget_calls(self, run: Pass) -> None:
         """Forget calls that ``run`` has left unended: they refer to tensors whose graph refers to this unit."""
-        self._calls = [call for call in self._calls if call.run is not run]
+        self._calls[:] = [call for call in self._calls if call.run is not run]
 
     def reconcile(self) -> None:
         """Take in what others have put on the modules, since that is the truth; who reads parameters calls this."""

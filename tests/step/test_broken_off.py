@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from tests.support import api
 from tests.support.counting import in_memory
+from tests.support.models import Layers
 from tests.support.parity import WIDTH, Run, assert_parity, batch, mesh_1d, mesh_of, on_one_axis, sharded
 from tests.support.pool import on_ranks
 
@@ -179,6 +180,30 @@ def test_a_call_that_is_tried_again_keeps_nothing(rank, world):
     kept = weakref.ref(cache)
     module(torch.ones(2, WIDTH), cache).sum().backward()
     del cache
+    gc.collect()
+    assert kept() is None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("goes_on", ["by a forward without the unit", "by reset_iter_state"])
+def test_a_model_that_was_interrupted_is_freed(rank, world, goes_on):
+    """An interrupt leaves the arguments of calls behind, whose graph refers to the units. Units that no later forward
+    used kept theirs, and through the graph, which Python's garbage collector cannot look into, the whole model."""
+
+    def interrupt(*unused: object) -> None:
+        raise KeyboardInterrupt
+
+    module = sharded(Layers)
+    handle = module[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        module(torch.ones(2, 8))
+    handle.remove()
+    if goes_on == "by reset_iter_state":
+        module.reset_iter_state()
+    else:
+        module(torch.ones(2, 8), used=(0, 2)).sum().backward()
+    kept = weakref.ref(module)
+    del module, handle
     gc.collect()
     assert kept() is None
 

@@ -38,20 +38,20 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape have the same values, in the dtype of the first; NaN is like NaN.
-
-    The host reads both.
-    """
-    other = other.detach().to(one.dtype)
-    # Integers take much less time to compare than numbers do. NaN may have other bits, and zero another sign.
-    return torch.equal(_bits(one), _bits(other)) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+    """Return whether two tensors of one shape have the same values, in the dtype of the first; the host reads both."""
+    cast = other.detach().to(one.dtype)
+    if torch.equal(_bits(one), _bits(cast)):
+        return True
+    # A cast of NaN may give several bits.
+    return one.dtype != other.dtype and bool(((one == cast) | (one.isnan() & cast.isnan())).all())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers, if it can be of eight bytes."""
+    """Return the elements as integers, of eight bytes if that is possible: these take least time to compare."""
     if tensor.is_contiguous() and tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0:
         return tensor.view(-1).view(torch.int64)
-    return tensor.view(_INTEGERS[tensor.itemsize]) if tensor.itemsize in _INTEGERS else tensor
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.view(_INTEGERS[tensor.itemsize])
 
 
 def copy_all(targets: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from fsdp2._torch.tensors import chunk_cat, foreach_copy
 from fsdp2.sharding.layout import ShardLayout
 
-__all__ = ["Pair", "are_alike", "copy_all", "has_memory", "pack_rows", "part_of", "piece_pairs", "zero_gaps"]
+__all__ = ["Pair", "copy_all", "has_memory", "pack_rows", "part_of", "piece_pairs", "plan_comparison", "zero_gaps"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,13 +38,22 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().device.type != "meta"
 
 
-def are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape have the same values, in the dtype of the first; the host reads both."""
-    cast = other.detach().to(one.dtype)
-    if torch.equal(_bits(one), _bits(cast)):
+def plan_comparison(one: torch.Tensor, other: torch.Tensor) -> Callable[[], bool]:
+    """Return a function that tells whether two tensors of one shape have the same values, in the dtype of the first.
+
+    The host reads both, each time that it is called.
+    """
+    if one.dtype != other.dtype:
+        return partial(_are_alike, one, one.view(_INTEGERS[one.itemsize]), other)
+    return partial(torch.equal, _bits(one), _bits(other))
+
+
+def _are_alike(one: torch.Tensor, bits: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare ``one``, whose bits in integers of the same size are ``bits``, with a cast of ``other``."""
+    cast = other.to(one.dtype)
+    if torch.equal(bits, cast.view(bits.dtype)):
         return True
-    # A cast of NaN may give several bits.
-    return one.dtype != other.dtype and bool(((one == cast) | (one.isnan() & cast.isnan())).all())
+    return bool(((one == cast) | (one.isnan() & cast.isnan())).all())  # a cast of NaN may give several bits
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

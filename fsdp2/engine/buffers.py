@@ -12,7 +12,7 @@ from fsdp2._naming import class_name
 from fsdp2._torch.autograd import functorch_active, lasting_tensors
 from fsdp2._torch.tensors import address_of, set_versions, storages_of, versions_of
 from fsdp2.comm.gather import Buffer, GatherBuffers
-from fsdp2.comm.pieces import are_alike, has_memory, part_of
+from fsdp2.comm.pieces import has_memory, part_of, plan_comparison
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_portions
@@ -66,7 +66,8 @@ class ShardStore:
         self.borrows = False  # modules may show a shard for one call only, which may be over
         self._full_buffer: Buffer | None = None
         self._plain_fulls: list[torch.Tensor] = []  # the plain full tensors of ``_plain`` in it
-        self._own_parts: list[tuple[FSDPParam, torch.Tensor]] = []  # this rank's part of those that are sent unchanged
+        # For each parameter that is sent unchanged, whether this rank's part of the full one is like its shard.
+        self._comparisons: list[tuple[FSDPParam, Callable[[], bool]]] | None = None
         self.gather_buffers: GatherBuffers | None = None  # made for the first gather
         self.portions: Portions | None = None  # with shard_over_replicas; made with gather_buffers
         self._subgroup: SubgroupShards | None = None
@@ -127,7 +128,7 @@ class ShardStore:
                 moved |= formats.gather != param.formats.gather
                 param.formats = formats
             self.formats_digest = self._digest()
-        self.options = options
+        self.options, self._comparisons = options, None
         self.note_change()
         if moved:
             self.move_shards()
@@ -306,6 +307,7 @@ class ShardStore:
                     view.copy_(piece)
                 self._set(param, view)
         self._storages = storages_of([param.sharded for param in self._placed])
+        self._comparisons = None
 
     def _make_buffer(self, plain: list[FSDPParam], items: list[PlannedParam], device: torch.device) -> None:
         self._plain, self._items = plain, items
@@ -346,15 +348,12 @@ class ShardStore:
         with lasting_tensors(), lanes.gather.after():
             self._full_buffer = Buffer(plan.full_bytes, self.mesh.device)
             self.gather_buffers = GatherBuffers(items, plan, source, self._full_buffer)
-            self._plain_fulls, self._own_parts = [], []
+            self._plain_fulls, self._comparisons = [], None
             for i, (param, item) in enumerate(zip(self._plain, items)):
                 layout, start = item.layout, plan.full_offset[i]
                 flat = self._full_buffer.view(start, layout.full_storage_numel, item.wire_dtype)
                 self._plain_fulls.append(flat.as_strided(layout.shape, layout.stride))
                 param.set_full(flat)
-                changes = item.form is not None or self.options.custom_gather is not None  # values, on the way
-                if layout.dim is not None and not changes and has_memory(flat):
-                    self._own_parts.append((param, param.spec.cut(self._plain_fulls[i])))
             self._full_buffer.free()
         self._own_versions, self._gone = None, [next(_gone) for _ in self._plain]
         self._full_params = [param.full for param in self._plain if param.full is not None]
@@ -411,7 +410,17 @@ class ShardStore:
         """
         if (storages := storages_of([param.sharded for param in self._placed])) != self._storages:
             self._refuse_assigned_data(storages)
-        return [param.name for param, part in self._own_parts if not are_alike(part, param.local)]
+        if self._comparisons is None:
+            self._comparisons = self._plan_comparisons()
+        return [param.name for param, are_alike in self._comparisons if not are_alike()]
+
+    def _plan_comparisons(self) -> list[tuple[FSDPParam, Callable[[], bool]]]:
+        planned = []
+        for param, item, full in zip(self._plain, self._gathered_items, self._plain_fulls):
+            changes = item.form is not None or self.options.custom_gather is not None  # values, on the way
+            if item.layout.dim is not None and not changes and has_memory(full):
+                planned.append((param, plan_comparison(param.spec.cut(full), self._placed[param])))
+        return planned
 
     def reclaim_full(self) -> None:
         """Undo assignments to ``.data`` of full parameters: gathers would write to memory that nobody reads."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from fsdp2.comm.pieces import are_alike, piece_pairs, zero_gaps
+from fsdp2.comm.pieces import piece_pairs, plan_comparison, zero_gaps
 from fsdp2.sharding.layout import ShardLayout
 from tests.unit.strategies import chunk, counted, layouts
 
@@ -49,5 +49,10 @@ def test_alike_in_the_dtype_of_the_first(dtype, to, shape, transposed) -> None:
     changed, missing = other.clone(), other.clone()
     changed[(-1,) * other.dim()] = 9
     missing[(0,) * other.dim()] = float("nan")
-    assert are_alike(other.clone().to(to), other) and are_alike(missing.clone().to(to), missing)
-    assert not are_alike(other.clone().to(to), changed) and not are_alike(other.clone().to(to), missing)
+    for one in (other, missing):
+        mine, shard = one.clone().to(to), one.clone()
+        are_alike = plan_comparison(mine, shard)
+        assert are_alike()
+        shard.copy_(changed)
+        assert not are_alike()
+    assert not plan_comparison(other.clone().to(to), missing)()

@@ -1,23 +1,21 @@
 """Measures what the tests notice: breaks the package in one place, by rule, and runs the tests until one fails.
 
     python tests/mutate.py            # break, test, write tests/mutation.md; goes on where it was interrupted
-    python tests/mutate.py --likely   # only the tests that enter what is broken; what they miss is left for later
-    python tests/mutate.py --alone    # and of these only the tests without ranks
     python tests/mutate.py --list     # the places, without running anything
     python tests/mutate.py --only reduce.py --again
     python tests/mutate.py --shuffle 7 # in an order by chance, so that what there is time for is a sample
-    python tests/mutate.py --folders sharding --among tests/unit   # a part of the package, asked of a part of the tests
-                                      # the table keeps what other calls found in the other parts
+    python tests/mutate.py --folders engine comm
 
-A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. The test that
-the table names runs first; then of the tests without ranks those that enter the broken function, and then of those on
-ranks, a few quick ones before many. ``runs/entered.json`` knows which enter what; files are asked when they are needed.
-What all of these miss waits until the other places are finished, and then all that ``make test`` runs is run. The first
-failure ends it. A failure counts if the test fails alone as well, and passes without the mutant. Results are kept in
+A rule finds places in the syntax tree, so it survives a restructuring. Each mutant is a copy of the tree. The tests
+that enter the broken function are asked, and no others: the one that the table names first, then quick ones and those
+that are about the same file or folder. ``runs/entered.json`` knows which enter what; files that changed are run for
+that first. The first failure finishes a place, and so does the last test; places that take long wait until the others
+are finished. A failure counts if the test fails alone as well, and passes without the mutant. Results are kept in
 ``runs/mutation.jsonl``, by the text of the broken function: what has changed since is run again. It may be interrupted
 at any time.
 
-Each run of pytest is a fork of this process, which has imported torch but nothing of the package or of its tests.
+Each run of pytest is a fork of this process, which has imported torch but nothing of the package or of its tests. So
+many places are broken at once as there are processors.
 
 A busy machine makes no test fail here: one that ran out of time runs again without the mutant, and then with it for as
 long as ten times that took.
@@ -40,9 +38,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from itertools import repeat
+from multiprocessing import forkserver, util
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +60,13 @@ DIAGNOSTIC = ("engine/hints",)
 """Files that word what is wrong."""
 PLACES = 7
 """How many places of each rule are broken in a folder: a sample by chance that other places' changes leave as it is."""
-FIRST_SECONDS = 100
-"""How long those of the tests without ranks may take, and of those of some files on ranks, that run before all."""
+FIRST_SECONDS = 60
+"""How long tests are asked about one place before the other places are broken."""
 RUN_SECONDS = 3
-"""How long the first of their runs may take; each of the next may take as long as all before, twice."""
-FILES, MOST_FILES = 6, 36
-"""How many files with tests on ranks are asked at once what these enter, and at most, for one place."""
-LIMIT_SECONDS = 60
+"""How long the first run of pytest may take; each of the next may take three times as long as the one before."""
+FILES = 6
+"""How many files are asked at once what their tests enter."""
+LIMIT_SECONDS = 30
 """How long one test may take before it is looked at whether it hangs."""
 SLOWER = 10
 """How many times longer than without the mutant it takes then, at least."""
@@ -87,8 +90,6 @@ WARM = (
     "torch.testing._internal.distributed.fake_pg",
 )
 """What tests import that is not ours: once, by the process that runs of pytest are forks of."""
-BASICS = ("scenarios", "streams", "counts", "memory", "strict_nccl", "launches")
-"""The files of tests/step that are asked before others: they simulate ranks and streams in one process."""
 SPARED = re.compile(
     r"check|refuse|explain|describe|message|error|warn|log|emit|fail|repr|name|trace|compare|append|hook_(saving|loading)|given"
 )
@@ -96,18 +97,14 @@ SPARED = re.compile(
 
 EQUIVALENT: dict[str, str] = json.loads((ROOT / "tests" / "equivalent.json").read_text())
 """Why nothing can notice a mutant, by its place, the rule, and what is broken there."""
-WORKERS = 2
-"""Processes for all tests."""
-EVERYWHERE = ["tests/"]
-AMONG = [*EVERYWHERE]
-"""Where the tests are that are asked."""
+STARTING = threading.Lock()
+"""Held while a process starts: its parent has a pipe meanwhile that another one must not keep open."""
+RUNNING: set[BaseProcess] = set()
+"""The runs of pytest that are under way."""
 FAILING: list[str] = []
 """Tests that fail without a mutant as well."""
 PASSING: set[str] = set()
 """Tests that were seen to pass without one."""
-ASKED: dict[str, Any] = {}
-"""What ``runs/entered.json`` has."""
-
 Tests = dict[str, tuple[float, list[str]]]
 """Of each test that passes how many seconds it takes, and the functions that it enters."""
 Edit = tuple[Any, str]
@@ -316,60 +313,42 @@ def places(count: int = PLACES) -> list[Mutant]:
 # ---- the tests ----
 
 
-def order(mutant: Mutant, results: list[dict[str, object]]) -> list[str]:
-    """Return the test files in the order in which they are likely to notice: those that noticed others in the same
-    file, its mirror, the basic ones, then by how often they name what the file defines."""
-    text = (ROOT / mutant.path).read_text()
-    tree = ast.walk(ast.parse(text))
-    names = {node.name for node in tree if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and len(node.name) > 4}
-    noticed = [str(one["by"]).split("::")[0] for one in results if one["path"] == mutant.path and one["noticed"]]
-    stem, folder = Path(mutant.path).stem, Path(mutant.path).parent.relative_to("fsdp2").as_posix()
-
-    def score(path: str) -> float:
-        words = set(re.findall(r"\w+", (ROOT / path).read_text()))
-        near = path.startswith((f"tests/unit/{folder}/", f"tests/{folder}/"))
-        mirror = 30 * near + 60 * path.endswith(f"test_{stem}.py")
-        basic = 40 * any(path == f"tests/step/test_{name}.py" for name in BASICS)
-        return 100 * noticed.count(path) + mirror + basic + len(words & names)
-
-    return sorted(test_files(ROOT), key=lambda path: (-score(path), path))
-
-
 def test_files(folder: Path) -> list[str]:
     """Return the test files that are about what the package does."""
     files = [path.relative_to(folder).as_posix() for path in (folder / "tests").rglob("test_*.py")]
     skipped = ("tests/demo", "tests/docs", "tests/benchmarks", "tests/test_architecture", "tests/support")
-    return sorted(path for path in files if not path.startswith(skipped) and path.startswith(tuple(AMONG)))
+    return sorted(path for path in files if not path.startswith(skipped))
 
 
-def entered(whole: Path, names: list[str], *, ranks: bool = False, asks: bool = True) -> dict[str, Tests]:
-    """Return, by file of ``names``, how long each test takes, without ranks or on them, and which functions of the
-    package it enters.
+def entered(whole: Path) -> Tests:
+    """Return which functions of the package each test enters, and how long it takes.
 
-    Files that changed since this was last asked are run, if it ``asks``; otherwise they are left out.
+    Files that changed since they were last asked are run. Tests of an unchanged package are known to pass.
     """
-    if not ASKED and ENTERED.exists():
-        ASKED.update(json.loads(ENTERED.read_text()))
-    known, package = ASKED, digest(sorted((whole / "fsdp2").rglob("*.py")))
-    files = {name: digest([whole / name]) for name in names}
-    key = (lambda name: f"{name} on ranks") if ranks else str
-    changed = [name for name in files if known.get(key(name), {}).get("text") != files[name]]
-    if changed and asks:
-        print(f"asking which functions the tests{' on ranks' * ranks} of {len(changed)} files enter", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            found = Path(folder) / "entered.json"
-            which = "--least-ranks=1" if ranks else "--most-ranks=0"
-            options = ["-p", "tests.support.entered", f"--entered={found}", which, f"--limit={2 * LIMIT_SECONDS}"]
-            pytest_in(whole, [*options, *changed])
-            tests: Tests = json.loads(found.read_text())
-        for name in changed:
-            of_file = {test: value for test, value in tests.items() if test.split("::")[0] == name}
-            known[key(name)] = {"text": files[name], "package": package, "tests": of_file}
-        ENTERED.parent.mkdir(exist_ok=True)
-        ENTERED.write_text(json.dumps(known))
-    found_in = {name: known[key(name)] for name in files if asks or name not in changed}
-    PASSING.update(test for one in found_in.values() if one["package"] == package for test in one["tests"])
-    return {name: one["tests"] for name, one in found_in.items()}
+    known = json.loads(ENTERED.read_text()) if ENTERED.exists() else {}
+    files = {name: digest([whole / name]) for name in test_files(whole)}
+    package = digest(sorted((whole / "fsdp2").rglob("*.py")))
+    changed = [name for name in files if known.get(name, {}).get("text") != files[name]]
+    if changed:
+        print(f"asking which functions the tests of {len(changed)} files enter", flush=True)
+    parts = [changed[i : i + FILES] for i in range(0, len(changed), FILES)]
+    with workers() as pool:
+        for part, tests in zip(parts, pool.map(_asked, repeat(whole), parts), strict=True):
+            for name in part:
+                of_file = {test: value for test, value in tests.items() if test.split("::")[0] == name}
+                known[name] = {"text": files[name], "package": package, "tests": of_file}
+            ENTERED.parent.mkdir(exist_ok=True)
+            ENTERED.write_text(json.dumps(known))
+    PASSING.update(test for name in files if known[name]["package"] == package for test in known[name]["tests"])
+    return {test: value for name in files for test, value in known[name]["tests"].items()}
+
+
+def _asked(whole: Path, files: list[str]) -> Tests:
+    with temporary_folder() as folder:
+        found = folder / "entered.json"
+        pytest_in(whole, ["-p", "tests.support.entered", f"--entered={found}", f"--limit={2 * LIMIT_SECONDS}", *files])
+        tests: Tests = json.loads(found.read_text())
+        return tests
 
 
 def digest(paths: list[Path]) -> str:
@@ -377,26 +356,46 @@ def digest(paths: list[Path]) -> str:
     return hashlib.sha1(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
-def likely(mutant: Mutant, files: list[str], tests: dict[str, Tests]) -> Iterator[list[str]]:
-    """Yield the tests that enter the broken function, as many as there is time for: quick ones, and of each file those
-    that enter little else, before others; and a few before many."""
-    function, chosen = f"{mutant.path} {mutant.function}", []
-    for place, name in enumerate(files):
-        of_file = [(len(also), took, test) for test, (took, also) in tests.get(name, {}).items() if function in also]
+def order(mutant: Mutant, tests: Tests, named: str = "") -> dict[str, float]:
+    """Return the tests that enter the broken function, and their seconds, in the order in which they are likely to
+    notice in little time: ``named``, and of each file those that enter little else, quick and near ones first."""
+    function = f"{mutant.path} {mutant.function}"
+    folder, stem = Path(mutant.path).parent.relative_to("fsdp2").as_posix(), Path(mutant.path).stem
+    of_files: dict[str, list[tuple[int, float, str]]] = {}
+    for test, (took, also) in tests.items():
+        if function in also or test == named:
+            of_files.setdefault(test.split("::")[0], []).append((len(also), took, test))
+    chosen = []
+    for name, of_file in of_files.items():
+        near = name.startswith((f"tests/unit/{folder}/", f"tests/{folder}/"))
+        likely = 1 + near + 4 * (near and name.endswith(f"test_{stem}.py"))
         for number, (_, took, test) in enumerate(sorted(of_file), 1):
-            chosen.append((number * (took + 0.2), place, took, test))
+            chosen.append((test != named, number * (took + 0.2) / likely, test, took))
+    return {test: took for _, _, test, took in sorted(chosen)}
+
+
+def batches(tests: dict[str, float]) -> Iterator[list[str]]:
+    """Yield the tests in runs of pytest: a few before many, since each starts anew and ends with its first failure."""
     run: list[str] = []
-    spent, until = 0.0, RUN_SECONDS
-    for _, _, took, test in sorted(chosen):
+    spent, until = 0.0, float(RUN_SECONDS)
+    for test, took in tests.items():
         if run and spent + took > until:
             yield run
-            run, until = [], 3 * until
+            run, spent, until = [], 0.0, 3 * until
         spent += took
         run.append(test)
-        if spent > FIRST_SECONDS:
-            break
     if run:
         yield run
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a new folder. Those of ``tempfile`` would be removed when a fork of this process ends."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def copy_tree(target: Path) -> None:
@@ -428,6 +427,8 @@ def first_failure(folder: Path, files: list[str], *options: str, limit: float = 
     if status in (0, 5):
         return None
     failed = re.search(r"^(?:FAILED|ERROR) (\S+(?: [^-]\S*)*)", output, re.MULTILINE)
+    if status == 1 and not failed:
+        raise RuntimeError(f"pytest did not run: {output}")
     late = OUT_OF_TIME.search(output) is not None
     return Failure(failed[1] if failed else f"pytest ends with {status}", late)
 
@@ -439,13 +440,14 @@ def pytest_in(folder: Path, arguments: list[str]) -> tuple[int | None, str]:
     """
     with tempfile.NamedTemporaryFile("r", errors="replace") as log:
         process = multiprocessing.get_context("fork").Process(target=_pytest, args=(folder, arguments, log.name))
-        process.start()
-        try:
-            process.join(STAGE_SECONDS)
-        finally:
-            if hangs := process.exitcode is None:
-                os.killpg(process.pid or 0, signal.SIGKILL)
-                process.join()
+        with STARTING:
+            process.start()
+        RUNNING.add(process)
+        process.join(STAGE_SECONDS)
+        if hangs := process.exitcode is None:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+        RUNNING.discard(process)
         if hangs:
             raise TimeoutError(f"the tests took more than {STAGE_SECONDS} seconds")
         return process.exitcode, log.read()
@@ -462,11 +464,38 @@ def _pytest(folder: Path, arguments: list[str], log: str) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile everything
     sys.dont_write_bytecode = False
     sys.path[:] = [str(folder), *(path for path in sys.path if Path(path).resolve() not in (ROOT, ROOT / "tests"))]
+    if not all(argument.startswith(("-", "tests/unit/")) for argument in arguments):
+        _start_fork_server()
     sys.modules["__main__"] = importlib.import_module("pytest.__main__")
     sys.argv = ["pytest"]
     import pytest
 
-    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *arguments]))
+    status = pytest.main(["-q", "-p", "no:cacheprovider", *arguments])
+    sys.stdout.flush()
+    os._exit(status)  # what else runs at the end of a process is about threads that this one does not have
+
+
+def _start_fork_server() -> None:
+    """Start the server that ranks are forks of (tests/support/processes.py) as a fork of this process, which has
+    imported torch already. A Python of its own would take as long as many tests."""
+    from tests.support.processes import PRELOADED
+
+    util.spawnv_passfds = _fork  # type: ignore[attr-defined]
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED])
+    forkserver.ensure_running()
+
+
+def _fork(path: object, arguments: list[bytes | str], descriptors: list[int]) -> int:
+    """Run the program that Python was to be started with, ``python -c PROGRAM``, with no other ``descriptors``."""
+    if number := os.fork():
+        return number
+    try:
+        for descriptor in {int(name) for name in os.listdir("/dev/fd")} - {0, 1, 2, *descriptors}:
+            with contextlib.suppress(OSError):  # that of the folder itself
+                os.close(descriptor)
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
 
 
 def warm_up() -> None:
@@ -499,53 +528,26 @@ def noticed_by(folder: Path, whole: Path, files: list[str], *options: str) -> st
             options = (*options, f"--deselect={by}")
 
 
-def run(
-    mutant: Mutant, results: list[dict[str, object]], whole: Path, tests: dict[str, Tests], stages: str, named: str
-) -> dict[str, object] | None:
-    """Return what became of one mutant, which the test ``named`` noticed last time, if that is not "".
+def run(mutant: Mutant, whole: Path, tests: dict[str, float], limit: float) -> tuple[str, dict[str, float], float]:
+    """Ask ``tests``, whose seconds they have, about one mutant, and begin no run of pytest after ``limit`` seconds.
 
-    None if it was not noticed by the tests of ``stages``, and these were not all.
+    Returns which noticed it ("" if none did), those that were not asked, and the seconds that it took.
     """
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    start, by = time.monotonic(), ""
+    with temporary_folder() as folder:
         shutil.copytree(whole, folder, copy_function=os.link, dirs_exist_ok=True)  # with what is compiled already
         broken = folder / mutant.path
         text = broken.read_text()
         broken.unlink()
         broken.write_text(mutant.source(text))
-        by = _noticed(mutant, folder, whole, order(mutant, results), tests, stages, named)
-        if not by and ("all" not in stages or AMONG != EVERYWHERE):
-            return None
-    return {**asdict(mutant), "noticed": bool(by), "by": by, "seconds": round(time.monotonic() - start)}
-
-
-def _noticed(
-    mutant: Mutant, folder: Path, whole: Path, files: list[str], tests: dict[str, Tests], stages: str, named: str
-) -> str:
-    by = noticed_by(folder, whole, [named]) if named else ""
-    if "::" in by:  # there may be no such test any more
-        return by
-    if "alone" in stages:
-        for some in likely(mutant, files, tests):
-            if by := _of_a_file(folder, whole, some, "--most-ranks=0"):
-                return by
-    if "ranks" in stages:
-        known = [*entered(whole, files, ranks=True, asks=False)]
-        others = [name for name in files if name not in known][:MOST_FILES]
-        for these in (known, *(others[i : i + FILES] for i in range(0, len(others), FILES))):
-            for some in likely(mutant, these, entered(whole, these, ranks=True)):
-                if by := _of_a_file(folder, whole, some, "--least-ranks=1"):
-                    return by
-    return noticed_by(folder, whole, files, f"--numprocesses={WORKERS}", "--dist=worksteal") if "all" in stages else ""
-
-
-def _of_a_file(folder: Path, whole: Path, tests: list[str], ranks: str) -> str:
-    """Return the first of ``tests`` that notices; where nothing can be collected, say, of all in their files."""
-    by = noticed_by(folder, whole, tests)
-    if by and "::" not in by:
-        by = noticed_by(folder, whole, [*dict.fromkeys(test.split("::")[0] for test in tests)], ranks)
-    return by
+        for some in batches(tests):
+            by = noticed_by(folder, whole, some)
+            if by and "::" not in by and first_failure(whole, [*some, "--collect-only"]):  # there are no such tests
+                by = noticed_by(folder, whole, [*dict.fromkeys(test.split("::")[0] for test in some)])
+            tests = {test: took for test, took in tests.items() if test not in some}
+            if by or time.monotonic() - start > limit:
+                break
+    return by, tests, time.monotonic() - start
 
 
 # ---- the table ----
@@ -575,9 +577,8 @@ def table(chosen: list[Mutant], results: dict[str, dict[str, object]]) -> str:
     lines.append("")
     if len(done) < len(chosen):
         lines += [
-            f"{len(done)} of {len(chosen)} places are finished. The others were not run against all tests, among them",
-            "any that those which ran missed.",
-            "Where there are such places, these numbers are no share of all.",
+            f"{len(done)} of {len(chosen)} places are finished. The others were not run, or not against all tests",
+            "that enter what is broken. Where there are such places, these numbers are no share of all.",
             "",
         ]
     for title, wanted in (("Not noticed", False), ("Noticed", True)):
@@ -614,19 +615,14 @@ def main() -> int:
     """Run what has not been run, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="show the places and run nothing")
-    parser.add_argument("--likely", action="store_true", help="run only the tests that enter what is broken")
-    parser.add_argument("--alone", action="store_true", help="and of these only those without ranks")
     parser.add_argument("--only", default="", metavar="TEXT", help="places or rules that have this in their names")
     parser.add_argument("--again", action="store_true", help="run what has been run as well")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="in an order by chance")
     parser.add_argument("--places", type=int, default=PLACES, help="how many places of each rule in a folder")
     parser.add_argument("--folders", nargs="+", default=FOLDERS, metavar="FOLDER", help="of the package, to be broken")
-    parser.add_argument("--among", nargs="+", metavar="PATH", help="where the tests are that are asked; otherwise all")
     options = parser.parse_args()
-    AMONG[:] = options.among or AMONG
     chosen = places(options.places)
-    kept = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    results, earlier = {str(one["key"]): one for one in kept}, named()
+    results, earlier = kept_results(), named()
     wanted: dict[str, Mutant] = {}  # by title
     for number, mutant in enumerate(chosen, 1):
         title = f"{number:3} {mutant.place} line {mutant.line}: {mutant.rule}: {cell(mutant.was)} -> {cell(mutant.now)}"
@@ -640,43 +636,58 @@ def main() -> int:
         print("\n".join(titles))
         return 0
     warm_up()
-    finished: set[str] = set()
-    with tempfile.TemporaryDirectory() as name:
-        copy_tree(Path(name))
-        tests = entered(Path(name), test_files(Path(name)))
+    with temporary_folder() as whole:
+        copy_tree(whole)
+        tests = entered(whole)
+        left = {title: order(wanted[title], tests, earlier.get(wanted[title].row, "")) for title in titles}
         try:
-            for stages in _stages(options.likely, options.alone):
-                for title, mutant in [(title, wanted[title]) for title in titles if title not in finished]:
-                    print(title, flush=True)
-                    try:
-                        by = earlier.pop(mutant.row, "")
-                        if keep(run(mutant, [*results.values()], Path(name), tests, stages, by), results):
-                            finished.add(title)
-                    except TimeoutError as error:
-                        print(f"    {error}", flush=True)
+            with workers() as pool:
+                for limit in (FIRST_SECONDS, STAGE_SECONDS):
+                    jobs = {pool.submit(run, wanted[title], whole, left[title], limit): title for title in left}
+                    for job in as_completed(jobs):
+                        title = jobs[job]
+                        try:
+                            by, left[title], seconds = job.result()
+                        except (TimeoutError, RuntimeError) as error:
+                            print(f"{title}\n    {error}", flush=True)
+                            continue
+                        if by or not left[title]:
+                            keep({**asdict(wanted[title]), "noticed": bool(by), "by": by, "seconds": round(seconds)})
+                            del left[title]
+                        print(f"{title}\n    {by or _not_noticed(left.get(title))} ({seconds:.0f} s)", flush=True)
         finally:  # also when it is interrupted
-            TABLE.write_text(table(chosen, results))
+            TABLE.write_text(table(chosen, kept_results()))
     return 0
 
 
-def _stages(likely: bool, alone: bool) -> list[str]:
-    """Return which tests are asked of all places, and then of those that remain."""
-    if alone:
-        return ["alone"]
-    return ["alone, ranks"] if likely else ["alone, ranks", "all"]
+@contextlib.contextmanager
+def workers() -> Iterator[ThreadPoolExecutor]:
+    """Yield as many threads as there are processors; what they run ends with the block."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in [*RUNNING]:
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        pool.shutdown()
 
 
-def keep(result: dict[str, object] | None, results: dict[str, dict[str, object]]) -> bool:
-    """Add a result to the others and to the file, if there is one, and print it; return whether there is."""
-    if result is None:
-        print("    not noticed by the tests that ran", flush=True)
-        return False
-    results[str(result["key"])] = result
+def _not_noticed(left: Collection[str] | None) -> str:
+    return f"not noticed so far; {len(left)} tests are left" if left else "NOT NOTICED"
+
+
+def kept_results() -> dict[str, dict[str, object]]:
+    """Return the results that are kept, by the key of the place."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {str(one["key"]): one for one in map(json.loads, lines)}
+
+
+def keep(result: dict[str, object]) -> None:
+    """Add a result to the file of them."""
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as file:
         file.write(json.dumps(result) + "\n")
-    print(f"    {result['by'] or 'NOT NOTICED'} ({result['seconds']} s)", flush=True)
-    return True
 
 
 if __name__ == "__main__":

@@ -83,19 +83,32 @@ def test_the_table_says_which_test_noticed_a_place(tmp_path: Path, monkeypatch: 
 
 
 def test_tests_that_enter_what_is_broken_run_first(tmp_path: Path) -> None:
-    """The first of each file, which enters little else, then the second, the quick ones first; a few before many."""
-    path = tmp_path / "group.py"
+    """That of the table, and then the first of each file, which enters little else, the quick ones first; a file about
+    what is broken goes before others."""
+    path = tmp_path / "fsdp2" / "engine" / "group.py"
+    path.parent.mkdir(parents=True)
     path.write_text(SOURCE)
     mutant = next(mutate.mutants_of(path, tmp_path))
-    here, much = "group.py Group.end", float(mutate.FIRST_SECONDS)
-    tests: dict[str, mutate.Tests] = {
-        "a.py": {"a.py::wide": (1.0, [here, "other"]), "a.py::narrow": (1.0, [here]), "a.py::else": (1.0, ["other"])},
-        "b.py": {"b.py::only": (1.0, [here])},
+    here = "fsdp2/engine/group.py Group.end"
+    tests: mutate.Tests = {
+        "a.py::wide": (1.0, [here, "other"]),
+        "a.py::narrow": (1.0, [here]),
+        "a.py::else": (0.1, ["other"]),
+        "b.py::only": (0.5, [here]),
+        "tests/unit/engine/test_group.py::near": (2.0, [here]),
     }
-    assert [*mutate.likely(mutant, ["a.py", "b.py"], tests)] == [["a.py::narrow", "b.py::only", "a.py::wide"]]
-    tests["b.py"]["b.py::only"] = (much, [here])
-    tests["c.py"] = {"c.py::late": (2 * much, [here])}
-    assert [*mutate.likely(mutant, ["a.py", "b.py", "c.py"], tests)] == [["a.py::narrow", "a.py::wide"], ["b.py::only"]]
+    near, only, narrow, wide = "tests/unit/engine/test_group.py::near", "b.py::only", "a.py::narrow", "a.py::wide"
+    assert [*mutate.order(mutant, tests)] == [near, only, narrow, wide]
+    assert [*mutate.order(mutant, tests, wide)] == [wide, near, only, narrow]
+    assert next(iter(mutate.order(mutant, tests, "a.py::else"))) == "a.py::else"
+
+
+def test_a_few_tests_run_before_many() -> None:
+    """Each run may take three times as long as the one before; what takes longer has one for itself."""
+    short, tests = mutate.RUN_SECONDS / 2, dict.fromkeys("abcdefgh", mutate.RUN_SECONDS / 2)
+    assert [*mutate.batches(tests)] == [["a", "b"], ["c", "d", "e", "f", "g", "h"]]
+    assert [*mutate.batches({"slow": 10.0 * mutate.RUN_SECONDS, "quick": short})] == [["slow"], ["quick"]]
+    assert [*mutate.batches({})] == []
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -105,7 +118,9 @@ def test_a_busy_machine_notices_nothing(hangs: bool, monkeypatch: pytest.MonkeyP
     asked: list[tuple[str, float]] = []
     clock = iter(float(second) for second in range(0, 1000, 30))  # the test takes 30 seconds
 
-    def first_failure(folder: Path, files: list[str], *options: str, limit: float = 60.0) -> mutate.Failure | None:
+    def first_failure(
+        folder: Path, files: list[str], *options: str, limit: float = mutate.LIMIT_SECONDS
+    ) -> mutate.Failure | None:
         asked.append((folder.name, limit))
         deselected = "--deselect=a.py::slow" in options
         fails = folder.name == "broken" and not deselected and (hangs or len(asked) == 1)
@@ -116,5 +131,6 @@ def test_a_busy_machine_notices_nothing(hangs: bool, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mutate, "FAILING", [])
     monkeypatch.setattr(mutate.time, "monotonic", lambda: next(clock))
     assert mutate.noticed_by(Path("broken"), Path("whole"), ["a.py"]) == ("a.py::slow" if hangs else "")
-    assert asked[:3] == [("broken", 60), ("whole", 240), ("broken", 300)]
+    limit = mutate.LIMIT_SECONDS
+    assert asked[:3] == [("broken", limit), ("whole", mutate.STAGE_SECONDS / mutate.SLOWER), ("broken", 300)]
     assert mutate.FAILING == []

@@ -106,6 +106,19 @@ def without_checks(rank: int, world: int) -> None:
     dist.barrier()
 
 
+def checked_since_the_first_forward(rank: int, world: int) -> None:
+    """One rank waits for the other one, which logs that it does not come; checks were off while the model was built."""
+    fsdp2.set_rank_checks(False)
+    model = Three()
+    fsdp2.fully_shard(model)
+    fsdp2.set_rank_checks(True)
+    model(torch.ones(2, 8))
+    until_logged("waits for other ranks", range(1, 2))
+    if rank == 0:
+        default_store().clone().wait(["logged/1"])
+    dist.barrier()
+
+
 def line_of(program: object, text: str) -> int:
     """The number of a program's line in this file."""
     lines = Path(HERE).read_text().splitlines()
@@ -159,6 +172,12 @@ def test_a_wait_across_meshes():
 def test_without_checks_nobody_watches():
     for ended in run_apart(without_checks, 2):
         assert ended.status == 0 and "waits for other ranks" not in ended.output, ended
+
+
+def test_checks_that_begin_with_the_first_forward():
+    """So does the watch, which begins in ``fully_shard`` otherwise."""
+    waits, comes = run_apart(checked_since_the_first_forward, 2)[::-1]
+    assert waits.status == comes.status == 0 and "rank 1 waits for other ranks" in waits.output, waits
 
 
 def stops(rank: int, world: int) -> None:

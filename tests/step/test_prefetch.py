@@ -85,6 +85,34 @@ def test_a_teacher_on_replicas_gathers_ahead():
     assert events.index("unshard 1") < events.index("post_forward 0")
 
 
+class Distilled(nn.Module):
+    """A student with a teacher that computes without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = stack(4, layers=2), stack(4, layers=3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return how far the two are apart."""
+        found = self.student(x)
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return (found - wanted).square()
+
+
+@api.fsdp2_only
+def test_a_teacher_is_gathered_once():
+    """The first of its units waits for its gather, as the forward may have updated it just before. The others are
+    gathered ahead by that one, and not once more when they are used."""
+    with fake_mesh(2) as mesh:
+        model = sharded(Distilled, fsdp2, lambda module: [*module.student, *module.teacher], mesh=mesh)
+        for _ in range(3):
+            found = events(lambda: model(torch.ones(2, 4)))
+    names = ["student.0", "student.1", "teacher.0", "teacher.1", "teacher.2"]
+    assert [name for event, name in found if event == "unshard"] == names
+    assert found.index(("unshard", "teacher.2")) < found.index(("post_forward", "teacher.1"))
+
+
 @api.fsdp2_only
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [None, True, False])

@@ -368,9 +368,10 @@ def order(mutant: Mutant, tests: Tests, named: str = "") -> dict[str, float]:
     chosen = []
     for name, of_file in of_files.items():
         near = name.startswith((f"tests/unit/{folder}/", f"tests/{folder}/"))
-        likely = 1 + near + 4 * (near and name.endswith(f"test_{stem}.py"))
+        likely = 1 + 3 * near + 6 * (near and name.endswith(f"test_{stem}.py"))
+        start = 0.05 if name.startswith("tests/unit/") else 1.0  # what a test takes beside its own seconds
         for number, (_, took, test) in enumerate(sorted(of_file), 1):
-            chosen.append((test != named, number * (took + 0.2) / likely, test, took))
+            chosen.append((test != named, number**0.5 * (start + took) / likely, test, took))
     return {test: took for _, _, test, took in sorted(chosen)}
 
 

@@ -17,7 +17,7 @@ __all__ = ["ForwardPass"]
 
 
 class ForwardPass(Pass):
-    """One forward. An unobserved one is an evaluation that one replica may run alone."""
+    """One forward. One that runs ``alone`` is an evaluation that one replica may run while others do something else."""
 
     in_forward = True
     joins = JoiningInForward
@@ -30,7 +30,7 @@ class ForwardPass(Pass):
         route: ForwardRoute[FSDPParamGroup],
         pending: Pending,
         *,
-        observed: bool,
+        alone: bool,
     ) -> None:
         """``route`` is what the itinerary expects of a forward like this one, and records.
 
@@ -38,7 +38,7 @@ class ForwardPass(Pass):
         """
         super().__init__(groups, observer)
         self.outermost = outermost
-        self.observed = observed
+        self.alone = alone
         self.trains = torch.is_grad_enabled()  # a method that calls forward may switch them off
         self.pending = pending
         self.route = route

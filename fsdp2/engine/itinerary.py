@@ -160,12 +160,12 @@ class Itinerary(Generic[T]):
 
         Other ranks know nothing of a forward that this rank runs ``alone``, so later forwards must not depend on it.
         """
-        contexts = self._contexts.of_pass((kind, in_method))
+        contexts = self._contexts.of_pass(kind)
         known = next((self._known[context] for context in contexts if context in self._known), None)
         known = known or self._latest.get(in_method)
         if alone:
             return ForwardRoute(kind, self._alone.get(kind, known), trained=self._latest_trained, in_method=in_method)
-        self._contexts.add((kind, in_method))
+        self._contexts.add(kind)
         return ForwardRoute(kind, known, contexts, self._latest_trained, in_method=in_method)
 
     def end(self, route: ForwardRoute[T], *, trains: bool = False, ended_with: T | None = None) -> None:

@@ -227,10 +227,10 @@ class RootContext(Generic[U]):
         pending = self._pending if torch.is_grad_enabled() else Pending(self._pending)
         # By unit, because a forward of another one goes another way.
         route = self.itinerary.begin(f"{kind.name} of {unit.name}", alone=alone)
-        run = ForwardPass(self.groups, observer, unit, route, pending, observed=not alone)
+        run = ForwardPass(self.groups, observer, unit, route, pending, alone=alone)
         if earlier is not None:
             self._leave(earlier)
-            if earlier.observed:
+            if not earlier.alone:
                 self.itinerary.break_off()
         for group in run.groups:
             group.begin_forward_pass(run, aborted=aborted)
@@ -270,7 +270,7 @@ class RootContext(Generic[U]):
             if run.route.in_method:
                 self.itinerary.end(run.route)
             kind = PassKind("evaluation in a method")
-            run.end_part(self.itinerary.begin(kind.name, alone=not run.observed, in_method=True))
+            run.end_part(self.itinerary.begin(kind.name, alone=run.alone, in_method=True))
             run.begin(kind, outermost=True)
 
     def numbers_of(self, groups: Iterable[FSDPParamGroup]) -> tuple[int, ...]:
@@ -341,7 +341,7 @@ class RootContext(Generic[U]):
         run.entered.clear()
         for group in run.groups:
             group.break_off_forward(run, trains=run.trains)
-        if run.observed:
+        if not run.alone:
             self.observer.abandon()
             self.itinerary.break_off()
 

@@ -120,8 +120,8 @@ def all_gather(
     started: list[Work] = []
     for out, inp in zip(outputs, inputs):
         swaps = axis.size == 2 and prefers_all_to_all(axis, out.nbytes)
-        if swaps or out.device.type == "cpu":
-            # Send this rank's own part of the output: a thread of the CPU sends while the program may write to shards.
+        if swaps or (axis.backend == "gloo" and out.device.type == "cpu"):
+            # Send this rank's own part of the output: gloo's threads send while the program may write to shards.
             inp = out.view(axis.size, -1)[axis.rank].copy_(inp)
         if swaps:
             started += _swap(out, inp, axis, async_op=async_op)

@@ -29,7 +29,7 @@ WIDTH = 6
 DIVIDE = 2.0
 """How much smaller gradients are that are divided by another number than the mean's."""
 LARGE = 11000
-"""Of a layer whose gradients, in float32, are as large as those that gloo's ranks send each other directly."""
+"""How many columns a large layer has."""
 
 
 class Mixed(nn.Module):
@@ -89,6 +89,20 @@ class Twice(nn.Module):
         return torch.tanh(self.layer(torch.tanh(self.layer(x))))
 
 
+class Large(nn.Sequential):
+    """Two matrices whose gradients, in float32, are as large as those that gloo's ranks send each other directly.
+
+    A step moves all of their columns in one direction. Their sum is scaled, so that it moves by no more than the result
+    of a small layer does. It would move by hundreds, and what rounding had made different with it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(*mlp(WIDTH, LARGE, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (WIDTH / LARGE) ** 0.5
+
+
 class Cache:
     """What parts leave for later ones, as attention layers leave keys and values; it is passed to every unit."""
 
@@ -125,7 +139,7 @@ class Reads(nn.Module):
 LEAVES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "wide": lambda: mlp(WIDTH, 40, WIDTH),
-    "large": lambda: mlp(WIDTH, LARGE, WIDTH),
+    "large": Large,
     "uneven": lambda: mlp(WIDTH, 5, WIDTH),
     "single": lambda: mlp(WIDTH, 1, WIDTH),
     "norm": lambda: nn.LayerNorm(WIDTH),

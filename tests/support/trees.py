@@ -218,6 +218,7 @@ class Tree(nn.Module):
         super().__init__()
         self.node = node
         self.skipped = self.alone = False
+        self.changes = node.in_place and node.kind in MAY_CHANGE and not node.recompute
         self.after_backward: Callable[[Tree], None] | None = None
         self.inner = LEAVES[node.kind]() if node.kind in LEAVES else None
         self.parts = nn.ModuleList(Tree(child) for child in node.children)
@@ -240,9 +241,11 @@ class Tree(nn.Module):
                 y = first_tensor(self.call(part, x, cache))
                 if part.node.twice:
                     y = first_tensor(self.call(part, torch.tanh(y), cache))
-                if part.node.in_place and part.node.kind in MAY_CHANGE and not part.node.recompute:
+                if part.changes:
                     y *= 0.5
                     y += x
+                elif part.node.in_place:
+                    y = y * 0.5 + x
                 x = x + torch.tanh(y)
         return x
 
@@ -341,6 +344,16 @@ class Plan:
         """Whether each unit is used by itself and once, so that backward is through with it when it leaves it."""
         return not any(node.joins or node.recompute or node.ties or node.twice for node in self.all_nodes())
 
+    @property
+    def backend(self) -> str:
+        """What compiles units, if anything does.
+
+        Of results that nothing uses, a graph of AOTAutograd has zeros as gradients. A checkpoint may find another graph
+        than its forward, of the same code for another part.
+        """
+        recomputed = any(node.recompute for node in self.all_nodes())
+        return "eager" if self.compiled and (self.caches or recomputed) else self.compiled
+
     def all_nodes(self) -> Iterator[Node]:
         """Yield the nodes of the tree."""
         waiting = [*self.nodes]
@@ -375,17 +388,14 @@ class Plan:
                 plan = ACROSS.get(tree.node.kind)
                 if plan is not None and tree.inner is not None and not any(node.ties for node in self.all_nodes()):
                     parallelize_module(tree.inner, pairs["across"], plan)
+                    tree.changes = False  # its result is a view of a DTensor
         else:
             mesh = mesh_of(*sizes, names=names) if self.mesh != "flat" else mesh_1d()
         if self.compiled:
-            # Of results that nothing uses, a graph of AOTAutograd has zeros as gradients. A checkpoint may find another
-            # graph than its forward, of the same code for another part.
-            recomputed = any(node.recompute for node in self.all_nodes())
-            backend = "eager" if self.caches or recomputed else self.compiled
             torch._dynamo.reset()
             for tree in trees(model):
                 if tree.node.unit:
-                    tree.compile(backend=backend)
+                    tree.compile(backend=self.backend)
         options = {
             "mesh": mesh,
             "mp_policy": POLICIES[self.policy],

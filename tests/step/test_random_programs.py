@@ -25,6 +25,7 @@ class Enough(Exception):
 
 
 @api.fsdp2_only
+@fuzz.drawn_anew
 @settings(max_examples=settings().max_examples // 2)
 @given(program=fuzz.programs())
 def test_random_program(program):
@@ -33,6 +34,7 @@ def test_random_program(program):
 
 
 @api.fsdp2_only
+@fuzz.drawn_anew
 @settings(max_examples=settings().max_examples // 6)
 @given(program=fuzz.programs())
 def test_random_program_on_four_ranks(program):
@@ -41,6 +43,7 @@ def test_random_program_on_four_ranks(program):
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@fuzz.drawn_anew
 @settings(max_examples=settings().max_examples // 3)
 @given(program=fuzz.programs(ordinary=True))
 def test_what_torch_does_as_well(world, program):
@@ -49,6 +52,7 @@ def test_what_torch_does_as_well(world, program):
 
 
 @pytest.mark.slow
+@fuzz.drawn_anew
 @settings(max_examples=settings().max_examples // 4)
 @given(program=fuzz.programs(ordinary=True))
 def test_what_torch_does_as_well_on_three_ranks(program):
@@ -70,13 +74,14 @@ def test_a_planted_defect_is_found(defect):
 @api.fsdp2_only
 @defects
 def test_random_programs_find_a_planted_defect(defect):
-    """Nobody has to know what to look for. Each comes up within 3000 programs. With three seeds, it was number 7, 253
-    and 123 (``exchange_on_one_rank``), 626, 274 and 523 (``forget_sums``), 2363, 48 and 1162 (``compare_every_pass``),
-    115, 478 and 213 (``wait_for_hidden_inputs``), 291, 162 and 641 (``go_on_after_a_backward_that_raised``), and 7, 73
-    and 138 (``average_experts``)."""
+    """Nobody has to know what to look for. Each comes up within 1000 programs. With three seeds, it was number 60, 247
+    and 142 (``exchange_on_one_rank``), 143, 133 and 234 (``forget_sums``), 19, 16 and 43 (``compare_every_pass``), 44,
+    71 and 65 (``wait_for_hidden_inputs``), 44, 12 and 15 (``go_on_after_a_backward_that_raised``), and 7, 25 and 33
+    (``average_experts``)."""
     found: list[Fuzz] = []
 
-    @settings(max_examples=3000, phases=[Phase.generate])
+    @fuzz.drawn_anew
+    @settings(max_examples=1000, phases=[Phase.generate])
     @given(program=fuzz.programs())
     def search(program: Fuzz) -> None:
         try:

@@ -101,6 +101,7 @@ def test_random_programs_combine_what_no_test_does():
     wanted = {frozenset(pair) for pair in combinations(IN_REACH, 2)} - tested - {*map(frozenset, EXCLUSIVE)}
     seen: set[frozenset[str]] = set()
 
+    @fuzz.drawn_anew
     @seed(1)
     @settings(max_examples=5000, phases=[Phase.generate], database=None)
     @given(program=fuzz.programs())

@@ -300,6 +300,7 @@ POLICIES = {
     "double forth and back": MixedPrecisionPolicy(torch.float64, torch.float32),
     "low": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
 }
+MESHES = ("flat", "hybrid", "over replicas", "copies")
 PLACEMENTS: dict[str, Callable[[nn.Parameter], Shard | None] | None] = {
     "first": None,
     "last": lambda parameter: Shard(max(parameter.ndim - 1, 0)) if parameter.ndim else None,
@@ -486,8 +487,10 @@ ORDINARY_PLAN: dict[str, st.SearchStrategy[Any]] = {
     "root_reshard": st.sampled_from([None, True, False]),
     **{name: PLAN_OPTIONS[name] for name in ("transfer", "input_needs_grad", "last")},
 }
-OFTEN = ["large"] * 4 + ["keeps", "keeps aside"]
+OFTEN = ["large"] * 4
 """Kinds of leaves that only show something together with other choices, so they are drawn more often."""
+NEEDED: dict[str, Iterable[str]] = {"caches": sorted(CACHING), "tensor_parallel": sorted(ACROSS)}
+"""Options that do nothing without a leaf of one of these kinds."""
 
 
 def nodes(kinds: list[str], options: dict[str, Any], depth: int) -> st.SearchStrategy[Node]:
@@ -501,24 +504,26 @@ def nodes(kinds: list[str], options: dict[str, Any], depth: int) -> st.SearchStr
 
 
 @st.composite
-def plans(draw: st.DrawFn, *, ordinary: bool = False) -> Plan:
-    """Draw a plan, or one that torch's fully_shard carries out as well.
+def plans(draw: st.DrawFn, *, ordinary: bool = False, meshes: Iterable[str] = MESHES) -> Plan:
+    """Draw a plan on one of these ``meshes``, or one that torch's fully_shard carries out as well.
 
-    First it is drawn what a plan may be made of: a few kinds of leaves, and some of the options. If each plan might
-    have everything, nearly all would have a little of everything, and two things that only fail together, without a
-    third, would hardly ever come together.
+    First it is drawn what a plan may be made of: a few kinds of leaves, and some of the options with what they need. If
+    each plan might have everything, nearly all would have a little of everything, and two things that only fail
+    together, without a third, would hardly ever come together.
     """
     known = [*ORDINARY] if ordinary else [*sorted(LEAVES), *OFTEN]
-    kinds = draw(some_of(known, 1, 4))
     of_nodes = ORDINARY_OPTIONS if ordinary else NODE_OPTIONS
     of_node = {name: of_nodes[name] for name in draw(some_of(of_nodes, 0, 2))}
     depth = draw(st.sampled_from([0, 0, 0, 1, 2]))
     of_plans = ORDINARY_PLAN if ordinary else PLAN_OPTIONS
     chosen = {name: draw(of_plans[name]) for name in draw(some_of(of_plans, 0, 3))}
     if not ordinary:
-        chosen["mesh"] = draw(st.sampled_from(["flat", "hybrid", "over replicas", "copies"]))
+        chosen["mesh"] = draw(st.sampled_from([*meshes]))
         chosen["policy"] = draw(st.sampled_from(["plain", "plain", "low", "low", *sorted(POLICIES)]))
         chosen["caches"] = draw(st.sampled_from([False, False, True]))
+    kinds = draw(some_of(known, 1, 4))
+    for option, needed in NEEDED.items():
+        kinds += draw(some_of(needed, 1, 2)) if chosen.get(option) else []
     size = draw(st.integers(1, 4))  # which a list that chooses its own length would mostly make 1
     return Plan(tuple(draw(st.lists(nodes(kinds, of_node, depth), min_size=size, max_size=size))), **chosen)
 

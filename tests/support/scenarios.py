@@ -345,7 +345,8 @@ def skipping(run: Training) -> None:
 
 def allocated_by_the_group(run: Training) -> None:
     """Gradients are packed into memory of the process group."""
-    run.model.set_allocate_memory_from_process_group_for_comm(True)
+    for unit in (*run.model.blocks, run.model):
+        unit.set_allocate_memory_from_process_group_for_comm(True)
     run.step(2)
 
 

@@ -207,7 +207,6 @@ class EarlyGradients:
         The second ones are on the device.
         """
         self._finish()
-        self._waiting.clear()
         self._came.clear()
         missing, changed = [], []
         for param in self._ranks.params:

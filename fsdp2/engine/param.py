@@ -448,6 +448,11 @@ class FSDPParam:
         self.sharded = sharded
         self.restore_grad_dtype()
 
+    def release(self) -> None:
+        """Leave the shard to whoever has it, as a parameter that nobody manages."""
+        assert self.sharded is not None
+        self.sharded.__dict__.pop("_fsdp2_managed", None)  # a cast may have taken it
+
     @property
     def own(self) -> nn.Parameter | None:
         """The parameter's own shard: ``sharded``, unless the modules show another one for a single call."""

@@ -140,7 +140,8 @@ class CallOptions:
         params = [param for group in unit.groups for param in group.params]
         known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.piece)}
         shown_by = {site: param for param in params for site in param.sites}
-        tied = [(found, others) for found in managed.params if (others := replaced_by(found, shown_by))]
+        below = {*managed.modules, *managed.others}
+        tied = [(found, others) for found in managed.params if (others := replaced_by(found, shown_by, below))]
         followed = {found.param for found, _ in tied}
         unknown = [found for found in managed.params if found.param not in followed and found.param not in known]
         added = [found for found, _ in tied]

@@ -7,10 +7,11 @@ until the last unit has used it, and its gradient, which autograd accumulates on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fsdp2._naming import class_name
 from fsdp2.engine.casts import compute_dtype
@@ -64,21 +65,23 @@ def join_ties(ties: list[Tie], unit: FSDPState) -> None:
             unit.groups.append(group)
 
 
-def replaced_by(found: Found, shown_by: Mapping[Site, FSDPParam]) -> set[FSDPParam]:
-    """Return the managed parameters that ``found``, which is also managed, has replaced.
+def replaced_by(found: Found, shown_by: Mapping[Site, FSDPParam], below: Container[nn.Module]) -> set[FSDPParam]:
+    """Return the managed parameters that ``found`` has replaced on all modules that are still ``below`` the unit.
 
-    Return none if another module still shows one of them, or several units share it: the next gather raises an error
-    that names it.
+    ``found`` is managed, or shown by another module, too, as an embedding that was put in the place of a smaller one,
+    with the head that is tied to it. Return none if one of ``below`` still shows one of them, or several units share
+    it: the next gather raises an error that names it.
     """
-    tensor, shown = found.param, (shown_by.get(site) for site in found.sites)
+    tensor, shown = found.param, [shown_by.get(site) for site in found.sites]
     others = {one for one in shown if one is not None and not one.has(tensor)}
     if not others:  # as for almost all of thousands
         return set()
     param = param_of(tensor)
     others.discard(param)  # type: ignore[arg-type]  # None is in no set of parameters
-    if param is None or any(o.group.shared or not {*o.sites} <= {*found.sites} for o in others):
+    if param is None and None not in shown:  # _take_over decides whether the value fits
         return set()
-    return others
+    remaining = {site for other in others for site in other.sites if site.module in below}
+    return others if remaining <= {*found.sites} and not any(other.group.shared for other in others) else set()
 
 
 def follow_tie(found: Found, others: set[FSDPParam]) -> None:
@@ -89,6 +92,7 @@ def follow_tie(found: Found, others: set[FSDPParam]) -> None:
     for other in others:
         other.group.reshard()
         other.group.drop(other)  # hooks refer to the group, so it stays, even without parameters
+        other.release()  # a module that still shows it may come back, and it is taken in as any other parameter
 
 
 def check_tie(

@@ -221,6 +221,50 @@ def test_a_tie_after_sharding(rank, world, when, units, turned):
         torch.testing.assert_close(got.full_tensor(), expected)
 
 
+@on_ranks(2, 4)
+@pytest.mark.parametrize("units", [[], ["norm"]])
+@pytest.mark.parametrize("new", ["embed", "head"])
+def test_a_tied_embedding_of_another_size(rank, world, units, new):
+    """transformers' ``resize_token_embeddings`` puts a new module in the place of the embedding, and ties the head to
+    it: "tied, and its modules show different ones", although the model had no other any more. The smaller one may come
+    back, and trains then, too."""
+
+    def build() -> nn.Module:
+        module = Untied()
+        module.head.weight = module.embed.weight
+        return module
+
+    module, alone = beside_one_process(build, lambda module: map(module.get_submodule, units))
+    both = (module, alone)
+
+    def tie(one: nn.Module, to: nn.Module) -> None:
+        setattr(one, new, to)
+        other = one.head if new == "embed" else one.embed
+        other.weight = to.weight
+
+    def train(size: int) -> None:
+        tokens = torch.arange(size).view(2, -1)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in both]
+        for _ in range(2):
+            for one, optimizer in zip(both, optimizers):
+                one(tokens).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(got.full_tensor(), expected)
+
+    before = [getattr(one, new) for one in both]
+    train(6)
+    torch.manual_seed(1)
+    larger = nn.Embedding(8, 4) if new == "embed" else nn.Linear(4, 8, bias=False)
+    for one in both:
+        tie(one, copy.deepcopy(larger))
+    train(8)
+    for one, old in zip(both, before):
+        tie(one, old)
+    train(6)
+
+
 @on_ranks(2)
 def test_two_ties_and_a_new_parameter_at_once(rank, world):
     """Each is found in the same look: entries were compared by their tensors, which have no single truth value."""

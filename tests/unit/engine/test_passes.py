@@ -413,3 +413,28 @@ def test_portions_of_an_evaluation_are_used_once(monkeypatch: pytest.MonkeyPatch
             model.generate(torch.ones(2, 4))
             group = model._get_fsdp_state().groups[0]
             assert group.residency.portions_outdated
+
+
+def test_portions_whose_gather_did_not_start_are_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have written a part of them, so the backward of an earlier forward must not compute with what is there."""
+    started: list[bool] = []
+
+    def start(*args: Any, **kwargs: Any) -> Gathering:
+        started.append(raises)
+        if raises:
+            raise MemoryError("no memory")
+        return start_gather(*args, **kwargs)
+
+    monkeypatch.setattr(portions, "start_gather", start)
+    with fake_mesh(2, 2, names=("replicate", "shard")) as mesh:
+        raises, options = False, {"shard_over_replicas": True, "reshard_after_forward": True}
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh, **options)
+        loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+        with torch.no_grad():
+            model.weight.mul_(2)  # the next forward gathers again
+        raises = True
+        with pytest.raises(MemoryError):
+            model(torch.ones(2, 4))
+        raises = False
+        loss.backward()
+    assert started == [False, True, False]

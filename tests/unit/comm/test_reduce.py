@@ -251,6 +251,14 @@ def test_an_exchange_sums_in_fp32_what_travelled_in_less() -> None:
     assert torch.equal(made.delivered[0][0], torch.full((4, 4), 128.5))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_an_exchange_of_complex_numbers_keeps_both_parts() -> None:
+    """One of four bytes is no float32."""
+    made = Chunk([weight(8)], (torch.complex32,) * 3)
+    made.run([[torch.full((8, 4), value, dtype=torch.complex32)] for value in (2 + 1j, 4 - 3j)], exchange=True)
+    assert made.delivered[0][0].tolist() == [[3 - 1j] * 4] * 4
+
+
 def test_a_single_gradient_is_sent_with_the_padding_of_its_row() -> None:
     """It was sent without, and NCCL refuses an input that is not the output's size times the ranks."""
     made = Chunk([weight(14, columns=1)], pad_to=4)

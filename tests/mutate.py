@@ -140,9 +140,14 @@ class Mutant:
         return self.path.split("/")[1]
 
     @property
+    def title(self) -> str:
+        """How ``tests/equivalent.json`` names it."""
+        return f"{self.place}: {self.rule}: {' '.join(self.was.split())}"
+
+    @property
     def equivalent(self) -> str:
         """Why nothing can notice it; "" if something can. It is not run."""
-        return EQUIVALENT.get(f"{self.place}: {self.rule}: {' '.join(self.was.split())}", "")
+        return EQUIVALENT.get(self.title, "")
 
     def source(self, text: str) -> str:
         """Return the broken file."""

@@ -69,6 +69,17 @@ def test_the_package_is_broken_in_enough_places() -> None:
         assert ast.dump(ast.parse(mutant.source(text))) != ast.dump(ast.parse(text)), mutant
 
 
+def test_what_nothing_can_notice_is_there() -> None:
+    """A reason is about the text that it was written for."""
+    titles = {
+        mutant.title
+        for folder in mutate.FOLDERS
+        for path in mutate.files_of(folder)
+        for mutant in mutate.mutants_of(path)
+    }
+    assert set(mutate.EQUIVALENT) <= titles
+
+
 def test_the_table_says_which_test_noticed_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs before others the next time, also where nothing else is known."""
     path = tmp_path / "fsdp2" / "engine" / "group.py"

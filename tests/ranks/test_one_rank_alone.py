@@ -79,6 +79,18 @@ def test_a_shard_written_in_one_replica(rank, world):
             torch.testing.assert_close(module(x), alone(x))
 
 
+@on_ranks(4)
+def test_one_replica_gathers_by_hand(rank, world):
+    """It does not ask the other one, which does nothing; then both go on training."""
+    module, alone = models(mesh=mesh_2d())
+    for step in range(LAST + 1):
+        if rank < 2 and step in (1, LAST):
+            module.middle.unshard()
+            torch.testing.assert_close(module.middle.weight, alone.middle.weight)
+            module.middle.reshard()
+        train(module, alone)
+
+
 def rarely(*case: object) -> object:
     """A case that only ``--all`` runs."""
     return pytest.param(*case, marks=pytest.mark.slow)

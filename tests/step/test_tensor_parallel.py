@@ -18,7 +18,7 @@ from tests.step.test_named_dimensions import OnMesh, ranks_of, spread
 from tests.support import api
 from tests.support.composition import composes
 from tests.support.counting import Operators
-from tests.support.parity import STEPS, Run, accumulate, assert_parity, full, mesh_1d, mesh_of, shard_each, train
+from tests.support.parity import STEPS, Run, accumulate, assert_parity, full, mesh_of, shard_each, train
 from tests.support.pool import on_ranks
 
 CONFIG = LlamaConfig(vocabulary=16, layers=1, width=8, heads=2, context=4)
@@ -290,24 +290,3 @@ def test_partial_gradients_are_summed_in_the_reduce_dtype(rank, world, reduce, s
         seen.append([parameter.grad.full_tensor() for parameter in module.parameters()])
     for ours, theirs in zip(seen[0], seen[-1]):
         assert torch.equal(ours, theirs)
-
-
-@on_ranks(2)
-@pytest.mark.xfail(
-    strict=True, reason="torch's layers that are cut over ranks lose a sum over these in a second backward"
-)
-def test_torch_differentiates_what_is_cut_over_ranks_twice(rank, world):
-    """Without any ``fully_shard``. Until torch does, no random program asks for it (``penalty`` in ``fuzz.py``)."""
-
-    def gradients(cut: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        if cut:
-            parallelize_module(module, mesh_1d(), {"0": ColwiseParallel(output_layouts=Replicate())})
-        x = torch.randn(2, 8, requires_grad=True)
-        (gradient,) = torch.autograd.grad(module(x).square().sum(), [x], create_graph=True)
-        gradient.square().sum().backward()
-        return [full(parameter.grad) for parameter in module.parameters()]
-
-    for got, expected in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(got, expected)

@@ -277,6 +277,19 @@ def test_what_is_left_is_sent_with_the_last_gradient(rank, world):
 
 
 @on_ranks(2)
+def test_each_gradient_is_sent_once(rank, world):
+    """In several parts, of which none has a gradient of an earlier one."""
+    runs = [Run(overlap=overlap) for overlap in (False, True)]
+    for step in range(3):
+        for run in runs:
+            run.sent = {"backward": 0, "step": 0}
+            run.backward(step)
+            run.step()
+    plain, early = (sum(run.sent.values()) for run in runs)
+    assert early == plain
+
+
+@on_ranks(2)
 def test_copies_of_models_and_more_groups(rank, world):
     """A deep copy of the model sends nothing, though it has the hooks; a new group of parameters is sent as well."""
     run = Run(overlap=True)

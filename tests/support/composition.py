@@ -69,8 +69,6 @@ OUT_OF_REACH = (
     "zero bubble",
     "Muon",
     "optimizer in backward",
-    "saved elsewhere",
-    "async save",
 )
 """Features that no random program (``fuzz.py``) has: they want models, meshes, schedules or processes that a tree of
 small modules on the processes of a test has not."""

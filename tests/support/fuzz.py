@@ -13,7 +13,7 @@ import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 from unittest import mock
 
@@ -33,7 +33,20 @@ from tests.support.models import Case, rows
 from tests.support.parity import assert_close_together, forward_alone, full, fulls, rows_of
 from tests.support.shapes import first_tensor, loss_of
 from tests.support.stores import STORES, meeting_in
-from tests.support.trees import DIVIDE, MESHES, POLICIES, WIDTH, Plan, Tree, expert_of, plans, some_of, trees, units
+from tests.support.trees import (
+    DIVIDE,
+    MESHES,
+    PLACEMENTS,
+    POLICIES,
+    WIDTH,
+    Plan,
+    Tree,
+    expert_of,
+    plans,
+    some_of,
+    trees,
+    units,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -108,6 +121,8 @@ STEPS: dict[str, st.SearchStrategy[Any]] = {
     "unshard": st.tuples(number, truth),
     "freeze": st.tuples(number, st.sampled_from([False, False, True]), truth),
     "update": st.tuples(truth),
+    "restore": st.tuples(st.sampled_from(["files", "whole", "beside training"])),
+    "move": st.tuples(st.sampled_from(MESHES), st.sampled_from(sorted(PLACEMENTS)), truth),
     "sync_unit": st.tuples(number, truth),
     "all_reduce": st.tuples(truth),
     "skip": st.tuples(number, truth),
@@ -131,7 +146,7 @@ THEMES: dict[str, list[str]] = {
     "anything": [*STEPS],
     "gradients": ["sync", "sync_unit", "all_reduce", "freeze", "update", "synchronize", "look_at"],
     "sums that wait": ["all_reduce", "freeze", "synchronize"],
-    "copies": ["twin", "average", "state_dict", "reload", "send", "sync", "restore"],
+    "copies": ["twin", "average", "state_dict", "reload", "send", "sync", "restore", "move"],
     "memory": [
         "after_forward",
         "after_backward",
@@ -209,9 +224,8 @@ class Execution:
         across = self.plan.across(self.world)
         self.count = self.world // across  # of ranks with rows of their own
         self.parts = range(self.count) if self.fsdp is None else [self.rank // across]
-        if self.fsdp is not None and self.plan.experts:
-            name = expert_of(self.rank, self.world)
-            self.model.experts = nn.ModuleDict({name: self.model.experts[name]})
+        if self.fsdp is not None:
+            self.keep_own_expert(self.model)
         early = self.program.early and across == 1  # parallelize_module replaces parameters unseen by the optimizer
         if early:
             self.optimizer = self.make_optimizer()
@@ -259,6 +273,12 @@ class Execution:
         if self.is_ours and self.program.whole:
             optimizer = fsdp2.use_full_params(optimizer, **WHOLE[self.program.whole])
         return fsdp2.offload_optimizer_state(optimizer) if self.is_ours and self.program.host else optimizer
+
+    def keep_own_expert(self, model: Any) -> None:
+        """Drop the experts that other ranks have."""
+        if self.plan.experts:
+            name = expert_of(self.rank, self.world)
+            model.experts = nn.ModuleDict({name: model.experts[name]})
 
     def divide(self, model: nn.Module) -> None:
         """Let a single process divide its gradients by as much more than for their mean as the plan says."""
@@ -653,7 +673,7 @@ class Execution:
         self.model.load_state_dict(state)
 
     def restore(self, how: str) -> None:
-        """Save model and optimizer, train for a step, and load what was saved.
+        """Save model and optimizer, train for a step, perhaps while that is written, and load what was saved.
 
         An optimizer that has not stepped yet has no state, and torch makes one that counts a step. Its broadcast from
         one rank needs contiguous tensors, and names that are the same on all ranks. It is not strict, because it would
@@ -672,21 +692,44 @@ class Execution:
         else:
             options = StateDictOptions(strict=False)
             state = get_state_dict(self.model, self.optimizer, options=options)
-            path = [tempfile.mkdtemp()]
-            dist.broadcast_object_list(path)
-            dcp.save(dict(zip("mo", state)), checkpoint_id=path[0])
+            path = folder_of_all()
+            if how == "beside training":
+                beside = dist.new_group()
+                saving = dcp.async_save(dict(zip("mo", state)), checkpoint_id=path, process_group=beside)
+            else:
+                dcp.save(dict(zip("mo", state)), checkpoint_id=path)
         self.train(8)
         self.update(True)
+        if self.fsdp is not None and how == "beside training":
+            saving.result()
+            dist.destroy_process_group(beside)
         if self.fsdp is None:
             self.model.load_state_dict(state[0])
             self.optimizer.load_state_dict(state[1])
             return
         if not whole:
             state = get_state_dict(self.model, self.optimizer, options=options)
-            dcp.load(dict(zip("mo", state)), checkpoint_id=path[0])
+            dcp.load(dict(zip("mo", state)), checkpoint_id=path)
         set_state_dict(
             self.model, self.optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options
         )
+
+    def move(self, mesh: str, placement: str, tensor_parallel: bool) -> None:
+        """Save the model, and load it where it is sharded otherwise."""
+        values = self.model.state_dict()
+        if self.fsdp is not None:
+            path = folder_of_all()
+            dcp.save(values, checkpoint_id=path)
+            plan = replace(self.plan, mesh=mesh, placement=placement, tensor_parallel=tensor_parallel, compiled="")
+            model = plan.build(self.world)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            self.keep_own_expert(model)
+            plan.shard(model, self.fsdp)
+            values = model.state_dict()
+            dcp.load(values, checkpoint_id=path)
+        self.see(fulls({f"moved {name}": value.detach() for name, value in values.items()}))
 
     def sleep(self) -> None:
         """Move the model to where it is."""
@@ -752,6 +795,13 @@ class Execution:
         self.see(fulls({f"weight {name}": value for name, value in self.model.named_parameters()}))
         self.see({f"buffer {name}": value.clone() for name, value in self.model.named_buffers()})
         return self.seen
+
+
+def folder_of_all() -> str:
+    """Return the path of a new folder, the same on every rank."""
+    path = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(path)
+    return path[0]
 
 
 def run(rank: int, world: int, program: Fuzz, against_torch: bool = False) -> bool:

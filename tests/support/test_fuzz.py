@@ -73,6 +73,8 @@ IN_REACH: dict[str, Callable[[fuzz.Fuzz], bool]] = {
     "LR schedule": lambda program: program.optimizer == "scheduled",
     "averaged model": lambda program: "average" in steps(program),
     "clipping": lambda program: True,
+    "saved elsewhere": lambda program: "move" in steps(program),
+    "async save": lambda program: ("restore", "beside training") in program.steps,
     "weight sync": lambda program: "send" in steps(program),
 }
 """The features that are not ``OUT_OF_REACH``, and which programs have them."""

@@ -592,8 +592,11 @@ class RootContext(Generic[U]):
         try:
             with torch.no_grad(), _trace.span("synchronize_gradients", self):
                 run.begin(PassKind("synchronization"), outermost=True)
+                run.start(more_follow=False)
+                self.backward = run  # if this raises, gradients are missing: the next pass finds this one, and refuses
                 self._settle(run, left)
                 self._await_reductions(left)
+            self.backward = None
             for group in groups:
                 group.residency.forget_portions()
         except BaseException:

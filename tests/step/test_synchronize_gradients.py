@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import fsdp2
+from fsdp2.comm import host_work
 from tests.step.test_communication import Scatter, ScatterInKept
 from tests.support import api
 from tests.support.counting import Collectives
@@ -136,6 +138,36 @@ def test_between_a_forward_and_its_backward(rank, world):
             run.update()
 
     assert_parity(on_one_axis, program=program, against=("alone",))
+
+
+@on_ranks(2)
+def test_an_interrupt_of_the_wait(rank, world):
+    """Gradients of some units were missing, and nothing told: the next step and iteration went on."""
+    module, alone = beside_one_process(stack, lambda module: [*module])
+    inputs, waits = torch.ones(2, 8), 0
+
+    def interrupt(work: host_work.HostWork) -> None:
+        nonlocal waits
+        waits += 1
+        wait(work)
+        if waits == 2:
+            raise KeyboardInterrupt
+
+    module.set_requires_gradient_sync(False)
+    module(inputs).square().mean().backward()
+    wait = host_work.HostWork.wait
+    with mock.patch.object(host_work.HostWork, "wait", interrupt), pytest.raises(KeyboardInterrupt):
+        module.synchronize_gradients()
+    assert not all(parameter.grad is not None for parameter in module.parameters())
+    for call in (module.synchronize_gradients, lambda: module(inputs)):
+        with pytest.raises(RuntimeError, match=r"[Cc]all it after|call reset_iter_state\(\)"):
+            call()
+    module.reset_iter_state()
+    module.zero_grad()
+    module.set_requires_gradient_sync(True)
+    for model in (module, alone):
+        model(inputs).square().mean().backward()
+    assert_gradients(module, alone)
 
 
 @on_ranks(2)

@@ -66,7 +66,7 @@ class ShardStore:
         self.borrows = False  # modules may show a shard for one call only, which may be over
         self._full_buffer: Buffer | None = None
         self._plain_fulls: list[torch.Tensor] = []  # the plain full tensors of ``_plain`` in it
-        # For each parameter that is sent unchanged, whether this rank's part of the full one is like its shard.
+        # Of parameters that are sent unchanged: whether this rank's part of the full one is like its shard.
         self._comparisons: list[tuple[FSDPParam, Callable[[], bool]]] | None = None
         self.gather_buffers: GatherBuffers | None = None  # made for the first gather
         self.portions: Portions | None = None  # with shard_over_replicas; made with gather_buffers
@@ -400,10 +400,10 @@ class ShardStore:
         return [p.name for p, before, now in zip(self._plain, versions, self.full_versions()) if now != before]
 
     def unlike_shards(self) -> list[str]:
-        """Return the names of full parameters that have other values than the shards, where this rank has elements.
+        """Return the names of full parameters that have other values than the shards, in some of a few places.
 
-        The host reads both. Parameters that an extension, a format or a custom all-gather may change are left out, and
-        scalars, of which each rank has a copy: where these differ, all compute with that of the first.
+        The host reads these. A write that changes most elements is seen by all ranks: parameters of which some have no
+        elements are left out, and those that an extension, a format or a custom all-gather may change on the way.
 
         Raises:
             RuntimeError: somebody assigned ``.data``, which has no effect on a shard.
@@ -417,8 +417,8 @@ class ShardStore:
     def _plan_comparisons(self) -> list[tuple[FSDPParam, Callable[[], bool]]]:
         planned = []
         for param, item, full in zip(self._plain, self._gathered_items, self._plain_fulls):
-            changes = item.form is not None or self.options.custom_gather is not None  # values, on the way
-            if item.layout.dim is not None and not changes and has_memory(full):
+            changes = item.form is not None or self.options.custom_gather is not None
+            if not changes and param.spec.reaches_all_ranks and has_memory(full):
                 planned.append((param, plan_comparison(param.spec.cut(full), self._placed[param])))
         return planned
 

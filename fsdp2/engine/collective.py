@@ -13,7 +13,6 @@ from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.param import FSDPParam
 
 __all__ = [
-    "AGAIN",
     "AS_COMPUTED",
     "END",
     "Collective",
@@ -45,9 +44,8 @@ CollectiveKind = Literal[
 class Collective(NamedTuple):
     """One collective of a pass.
 
-    ``part`` says what ranks must agree on beside the kind and the group: the formats and sizes of a gather, and
-    ``AGAIN`` if it repeats one; the parameters whose gradients a reduction sends, and ``AS_COMPUTED`` if they are sent
-    narrower than they are summed.
+    ``part`` says what ranks must agree on beside the kind and the group: the formats and sizes of a gather, the
+    parameters whose gradients a reduction sends, and ``AS_COMPUTED`` if they are sent narrower than they are summed.
     """
 
     kind: CollectiveKind
@@ -57,8 +55,6 @@ class Collective(NamedTuple):
 
 AS_COMPUTED = -1
 """In ``Collective.part`` of a reduction, behind the indices: gradients are sent narrower than they are summed."""
-AGAIN = -2
-"""In ``Collective.part`` of a gather: its shards were written after the last one, which no version counter shows."""
 END = Collective("end", None)
 """The end of a pass, shown to the observer like a collective."""
 

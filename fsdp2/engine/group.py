@@ -33,6 +33,7 @@ class UsingPass(Protocol):
 
     is_running: bool
     in_backward: bool
+    is_compared: bool
 
     def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later."""
@@ -308,10 +309,12 @@ class FSDPParamGroup:
         self.phases.enter("pre_forward")
         if not run.in_backward and (self._used_by is None or not self._used_by.is_running):
             self._used_by = run
-        ahead = self.residency.gathering is not None
+        before = self.residency.level
         self._unshard_for_compute(run.launch, in_backward=False)
-        if first and not run.in_backward and self.residency.free_unlike_shards():
-            late |= ahead
+        # Not what was in memory already: the forward or the caller that it was gathered for may have written to it.
+        fresh = first and not run.in_backward and before is not Level.FULL
+        if fresh and self.residency.free_unlike_shards(compared=run.is_compared):
+            late |= before is Level.GATHERING
             self._unshard_for_compute(run.launch, in_backward=False)
         self.residency.note_forward()
         if torch.is_grad_enabled():

@@ -19,7 +19,7 @@ from fsdp2.autograd.boundary import Boundary
 from fsdp2.engine.collective import END, Collective, PassKind
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.joining import Joining, ranks_may_skip
-from fsdp2.engine.observer import Observer
+from fsdp2.engine.observer import Observer, Unobserved
 
 __all__ = ["Call", "CallKind", "Pass", "Unit", "backward_runs"]
 
@@ -78,6 +78,7 @@ class Pass:
         # The latest call of each unit that has not ended. What is left when the outermost ends are grouped calls whose
         # other members did not run, and calls that raised.
         self.entered: dict[Any, Call] = {}
+        self.is_compared = not isinstance(observer, Unobserved)  # ranks that do not do the same raise
         self.outer_modes = dispatch_modes()  # around the pass; others may belong to a checkpoint inside it
         self.joining = self.make_joining()
         self._users: dict[FSDPParamGroup, set[Any]] = {}  # of a group that several units share, those that use it now

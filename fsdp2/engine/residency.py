@@ -33,7 +33,7 @@ from fsdp2._warn import warn
 from fsdp2.comm.context import CommContext
 from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gather
 from fsdp2.engine.buffers import ShardStore
-from fsdp2.engine.collective import AGAIN, Collective, Launch, ObservedGroup
+from fsdp2.engine.collective import Collective, Launch, ObservedGroup
 from fsdp2.engine.param import FSDPParam, Shown, shows
 from fsdp2.engine.stamp import Stamp
 from fsdp2.engine.subgroup import SubgroupShards
@@ -104,7 +104,6 @@ class Residency:
         """Forget what is known of what was in memory: it is freed."""
         self.kept = Level.SHARDS  # the level to which memory falls when those that use it are done
         self._stamp: Stamp | None = None  # of the shards that it was made of, if it may be used later
-        self._again = False  # the next gather repeats one whose shards were written since, which no counter shows
         self._loud = False  # it was gathered ahead by a use that was not quiet: a quiet one may come behind an update
         # The versions of the full parameters when they were left to later uses, and whether the caller asked for that.
         self._versions_left: list[int] | None = None
@@ -246,8 +245,7 @@ class Residency:
         if source.axis.size == 1 or sent is None:
             start()  # on one rank nothing is communicated, so nobody need know, and even a prefetch starts at once
         else:
-            part = (*store.formats_digest, *sent, *([AGAIN] if self._again else ()))
-            launch(Collective("gather", self._group, part), start, optional=optional)
+            launch(Collective("gather", self._group, (*store.formats_digest, *sent)), start, optional=optional)
 
     def _encode(self, launch: Launch, start: Callable[..., None], axis: Axis, expected: tuple[int, ...] | None) -> None:
         """Encode tensors with all-gather extensions, which decide themselves what is sent, and ``start`` with these.
@@ -273,7 +271,7 @@ class Residency:
             _trace.emit("unshard", self, sum(item.full_bytes for item in source.buffers.items))
         gathering = start_gather(source.buffers, source.axis, self.comm.copies, custom=source.custom, extras=extras)
         self._move(Level.GATHERING)
-        self.gathering, self._loud, self._again = gathering, False, False
+        self.gathering, self._loud = gathering, False
         if in_backward:
             self.kept = Level.SHARDS  # pieces were kept for this backward, which frees them
         if not self.kept:
@@ -367,13 +365,16 @@ class Residency:
         self.gathering = None
         self.show("full")
 
-    def free_unlike_shards(self) -> bool:
-        """Free full parameters, which are ready, if the shards have other values now; return whether they were freed.
+    def free_unlike_shards(self, *, compared: bool) -> bool:
+        """Free full parameters that were gathered for this use, if the shards have other values; return whether so.
 
-        Writes that no counter shows (see ``Stamp``) are found here. Not on streams, where the host would have to wait
-        for the gather. What the caller asked for with ``unshard()`` may have values of the caller's.
+        Writes that no counter shows (see ``Stamp``) are found here: to shards of which a gather ahead, pieces or
+        portions were made. Not on streams, where the host would have to wait for the gather. And in passes that are
+        ``compared`` alone: what is gathered again follows from values, so ranks may part.
         """
-        if self.comm.lanes.on_streams or self._by_hand or self.summoned:
+        mesh = self.store.mesh
+        alone = mesh.shard.size == 1 and not mesh.has_portions  # nothing is communicated
+        if self.comm.lanes.on_streams or self.summoned or not (compared or alone):
             return False
         names = self.store.unlike_shards()
         if not names:
@@ -385,7 +386,6 @@ class Residency:
         )
         self.free()
         self.forget_portions()
-        self._again = True
         return True
 
     # ---- a forward, which must not write to full parameters ----

@@ -6,16 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fsdp2.engine.collective import AGAIN, AS_COMPUTED, Collective, ObservedGroup, PassKind
+from fsdp2.engine.collective import AS_COMPUTED, Collective, ObservedGroup, PassKind
 from fsdp2.engine.root import RootContext
 
 __all__ = ["ELSEWHERE", "Words", "refuse"]
 
 _REMEDY = "every rank must run the same units in the same order, after the same calls of setters and of unshard()"
-_REMEDY_FOR_WRITES = (
-    "; shards of some ranks were written after they were gathered, by .data, torch._foreach_* or the local tensor of a "
-    "detached parameter, which other ranks cannot see: call reshard() on the unit after such a write, on all ranks"
-)
 ELSEWHERE = "a pass of another root"
 _REMEDY_FOR_ROOTS = "; run the forwards and backwards of all models in one order on all ranks"
 _REMEDY_FOR_PASSES = "; call the model and its methods equally often on all ranks, outside of `if rank == 0:`"
@@ -28,7 +24,6 @@ class _Did(NamedTuple):
     unit: str | None = None
     order: tuple[bool, int] = (False, 0)  # gathers, which are prefetched, before reductions; then as in the pass
     may_skip: bool = False  # the unit has set_reduce_scatter_unused_params(True)
-    again: bool = False  # a gather that repeats one, because the shards were written
 
 
 class Words:
@@ -51,7 +46,7 @@ class Words:
         if group is None:
             return json.dumps(_Did(text))
         order = (collective.kind == "reduce", self.order(kind, group))
-        return json.dumps(_Did(text, group.name, order, group.store.options.reduce_unused, AGAIN in collective.part))
+        return json.dumps(_Did(text, group.name, order, group.store.options.reduce_unused))
 
     def _text(self, kind: object, collective: Collective) -> str:
         group = collective.group
@@ -65,8 +60,6 @@ class Words:
             names = ", ".join(group.params[i].name for i in indices[:3])
             names += ", ..." if len(indices) > 3 else ""
             return f"{text} ({names}{' as computed' if AS_COMPUTED in collective.part else ''})"
-        if AGAIN in collective.part:
-            return f"{text} again"
         sent = collective.part[len(group.store.formats_digest) :]
         if group.store.formats_digest:
             encoded = {str(param.formats): param.name for param in group.params if any(param.formats)}
@@ -89,13 +82,8 @@ def refuse(texts: dict[int, str]) -> str:
 
 
 def _skipping(did: list[_Did | str]) -> str:
-    """Return the remedy if some ranks skip a unit, or see a write that others do not see, given the collective of each.
-
-    A str is not a collective.
-    """
+    """Return the remedy if some ranks skip a unit, given the collective of each rank; a str is not a collective."""
     collectives = [one for one in did if isinstance(one, _Did)]
-    if any(one.again for one in collectives):
-        return _REMEDY_FOR_WRITES
     units = [one for one in collectives if one.unit is not None]
     if not units or len(collectives) < len(did) or len({one.unit for one in collectives}) == 1:
         return ""

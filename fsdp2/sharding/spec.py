@@ -182,6 +182,15 @@ class ShardedSpec:
         return math.prod(self.shard_shape)
 
     @property
+    def reaches_all_ranks(self) -> bool:
+        """True if it is cut, and no rank's piece is empty."""
+        parts = self.cuts[1].layout.ranks if len(self.cuts) > 1 else 1
+        ends = {0, self.layout.ranks - 1}  # all pieces before the last one are as long as the first
+        return self.layout.dim is not None and all(
+            self.layout.within(rank, parts).shard_numel(parts - 1) for rank in ends
+        )
+
+    @property
     def bounds(self) -> tuple[int, int]:
         """(start, length) of this rank's piece along the sharded dimension."""
         found = [cut.layout.bounds(cut.rank) for cut in self.cuts]

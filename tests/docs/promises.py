@@ -78,7 +78,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "call `reshard()` after such a write": (
             "tests/weights/test_written_while_held.py::test_resharded_behind_a_write_that_nothing_shows",
         ),
-        "unless you call its `reshard()` after the write": (
+        "if not, call its `reshard()` after the write": (
             STEP + "test_teachers.py::test_a_teacher_with_gradients_is_resharded_behind_the_write",
         ),
         "make it before the forward, or call `reshard(recurse=True)` first": (

@@ -55,29 +55,6 @@ def evaluation_on_one_rank(rank: int) -> Iterator[Call]:
     yield from apart(evaluates)
 
 
-def clamps(reshards: bool, rank: int, world: int) -> None:
-    """Write, between two units, to the second one's shard, of which one rank has nothing to change."""
-    module = trained()
-    if rank == 0:
-        with torch.no_grad():
-            module[1].weight.to_local()[0, 0] = 5
-    shard = module[1].weight
-
-    def clamp(*unused: object) -> None:
-        shard.data.clamp_(max=1)
-        if reshards:
-            module[1].reshard()
-
-    module[0].register_forward_hook(clamp)
-    loss(module).backward()
-
-
-@remedy("call reshard() on the unit after such a write", "shards of some ranks were written after they", ranks=0)
-def write_on_one_rank(rank: int) -> Iterator[Call]:
-    """The unit is resharded on all ranks."""
-    yield from apart(clamps)
-
-
 def two_models(in_one_order: bool, rank: int, world: int) -> None:
     """Train two models, in one order on all ranks or not."""
     models = [trained(), trained()]

@@ -240,28 +240,6 @@ def test_a_unit_skipped_by_one_of_four_is_named():
     assert "rank 0, 1, 2: gather 'b' in forward; rank 3: gather 'c' in forward" in error
 
 
-def writes_alone(rank: int, world: int) -> None:
-    """The forward clamps the values of a unit that was gathered ahead; only rank 0 has one that this changes."""
-    model = sharded()
-    if rank == 0:
-        with torch.no_grad():
-            model.b.weight.to_local()[0, 0] = 5
-    for _ in range(2):
-        train(model)
-    shards = [*model.b.parameters()]
-    model.a.register_forward_hook(lambda *unused: [shard.data.clamp_(max=1) for shard in shards] and None)
-    train(model)
-
-
-def test_a_write_that_one_rank_alone_can_see():
-    """No version counter shows it, and other ranks would have computed with the values from before."""
-    ended = run_apart(writes_alone, 2)
-    (error,) = set(told(ended))
-    assert "rank 0: gather 'b' in forward again; rank 1: gather 'c' in forward." in error
-    assert error.endswith("call reshard() on the unit after such a write, on all ranks")
-    assert "UserWarning: b.weight: the sharded parameter was written after it was gathered" in ended[0].output
-
-
 def dies_early(rank: int, world: int) -> None:
     """The last rank is killed before its first forward."""
     model = sharded()

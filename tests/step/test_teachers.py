@@ -84,6 +84,7 @@ class Momentum(nn.Module):
         self.student, self.teacher = (nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]) for _ in range(2))
         self.teacher.requires_grad_(graph)
         self.weights: tuple[list[Any], list[Any]] = [], []
+        self.updates = True
 
     def keep_weights(self) -> None:
         """Remember the weights, as an optimizer does: between steps the modules show what is kept of them."""
@@ -91,12 +92,13 @@ class Momentum(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wanted = self.student(x)
-        with torch.no_grad():
-            self.write(*self.weights)
+        if self.updates:
+            with torch.no_grad():
+                self.write(*self.weights)
         for unit in self.teacher:
             if self.reshards and isinstance(unit, FSDPModule):
                 unit.reshard()
-        with torch.set_grad_enabled(self.graph):
+        with torch.set_grad_enabled(self.graph and torch.is_grad_enabled()):
             target = self.teacher(x)
         return (wanted - target).square()
 
@@ -114,6 +116,11 @@ class Kind:
     replicas: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     lists: bool = False  # the student's layers gather the teacher's ahead
+
+    @property
+    def evaluates_alone(self) -> bool:
+        """True if a replica may evaluate alone, so that nobody may gather again because of what it sees."""
+        return self.replicas > 1 and not self.options
 
     def shard(self, write: str, graph: bool, reshards: bool) -> tuple[Any, Any]:
         """Return the sharded model, and the same in one process."""
@@ -184,6 +191,10 @@ def train_and_compare(rank: int, world: int, kind: str, write: str, graph: bool,
             loss.backward()
             torch.optim.SGD(model.weights[1], 0.5).step()
             model.zero_grad()
+        for model in pair:
+            model.updates = not (graph and KINDS[kind].evaluates_alone)
         with torch.no_grad():
             outputs = [model(inputs) for model in pair]
+        for model in pair:
+            model.updates = True
         torch.testing.assert_close(*outputs, msg=lambda text, s=step: f"evaluation after step {s}: {text}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
@@ -139,10 +140,11 @@ UNSEEN_WRITES = ("by_detached_local", "by_foreach", "by_foreach_state_dict", "by
 
 
 def cases() -> list[Any]:
-    """Return each way to hold with each way to write; of what the caller holds, the next test but one tells."""
+    """Return each way to hold with each way to write; of full parameters that nothing shows to be old, another test
+    tells."""
     found = []
     for hold, write in itertools.product(HOLDS, WRITES):
-        if hold == "hold_by_hand" and write in UNSEEN_WRITES:
+        if hold != "hold_pieces" and write in UNSEEN_WRITES:
             continue
         marks = [pytest.mark.slow] if hold == "hold_after_forward" else []
         found.append(pytest.param(4 if hold == "hold_pieces" else 2, hold, write, marks=marks, id=f"{hold}, {write}"))
@@ -184,11 +186,13 @@ def write_and_compare(rank: int, world: int, folder: Path, hold: str, write: str
 
 @on_ranks(2)
 @pytest.mark.parametrize("write", UNSEEN_WRITES)
-def test_what_the_caller_holds_is_the_callers(rank, world, tmp_path, write):
-    """It may have been written to on purpose (``weight.data += delta``), so it is computed with until ``reshard()``."""
+@pytest.mark.parametrize("hold", [hold_by_hand, hold_after_backward, hold_after_forward])
+def test_full_parameters_stay_behind_a_write_that_nothing_shows(rank, world, tmp_path, hold, write):
+    """The forward or the caller that had them may have written to them in such a way (``weight.data += delta``), so it
+    is not known which of the two is newer: they are computed with until ``reshard()``."""
     module, alone = beside_one_process(stack, lambda module: [*module])
     shards = [*module.parameters()]
-    hold_by_hand(module)
+    hold(module)
     WRITES[write](module, shards, tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(module(INPUTS), alone(INPUTS))
@@ -196,6 +200,27 @@ def test_what_the_caller_holds_is_the_callers(rank, world, tmp_path, write):
     for parameter in alone.parameters():
         parameter.data.mul_(2)
     assert_computes_alike(module, alone)
+
+
+class Normalized(nn.Linear):
+    """Normalizes some rows of its weight in forward, others on each rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = slice(0, 2) if dist.get_rank() == 0 else slice(2, 4)
+        self.weight.data[rows] = nn.functional.normalize(self.weight.data[rows], dim=1)
+        return super().forward(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after", [True, False])
+def test_a_forward_that_writes_to_its_full_parameters_runs_again(rank, world, after):
+    """Its values are lost when it is freed, as with torch. Compared with the shards before the second of two forwards,
+    they ended the program, and on one rank alone."""
+    module = fsdp2.fully_shard(nn.Sequential(nn.Linear(8, 8), Normalized(8, 8)), reshard_after_forward=after)
+    for _ in range(2):
+        (module(INPUTS).square().mean() + module(INPUTS + 1).square().mean()).backward()
+        with torch.no_grad():
+            module(INPUTS)
 
 
 def assert_computes_alike(module: Any, alone: Any) -> None:

@@ -59,3 +59,12 @@ def test_alike_in_the_dtype_of_the_first(dtype, to, shape, how) -> None:
         shard.copy_(changed)
         assert not are_alike()
     assert not plan_comparison(other.clone().to(to), missing)()
+
+
+def test_few_elements_of_a_large_tensor_are_compared() -> None:
+    """So that a step takes no longer with larger matrices. What changes most elements is found."""
+    one, other = torch.zeros(1000, 300, 3, 3), torch.zeros(1000, 300, 3, 3)
+    are_alike = plan_comparison(one, other)
+    assert are_alike() and are_alike.args[0].numel() == 8 * 8 * 3 * 3  # type: ignore[attr-defined]
+    other.add_(1e-6)
+    assert not are_alike()

@@ -13,7 +13,7 @@ from typing import Any
 from fsdp2._torch.autograd import queue_end_of_backward
 from fsdp2._torch.hooks import dispatch_modes
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.joining import Joining, JoiningInBackward, JoiningInSynchronization
+from fsdp2.engine.joining import JoiningInBackward, JoiningInSynchronization
 from fsdp2.engine.observer import Observer
 from fsdp2.engine.passes import Pass
 
@@ -29,7 +29,7 @@ class BackwardPass(Pass):
     """
 
     in_backward = True
-    joins: type[Joining] = JoiningInBackward
+    joins = JoiningInBackward
 
     def __init__(self, groups: list[FSDPParamGroup], observer: Observer) -> None:
         super().__init__(groups, observer)
@@ -62,9 +62,10 @@ class BackwardPass(Pass):
         group.post_backward(self.launch, stays=self.creates_graph or ahead)
 
 
-class Synchronization(BackwardPass):
+class Synchronization(Pass):
     """The reductions that backwards have not made, which the caller asks for between passes."""
 
+    in_backward = True
     joins = JoiningInSynchronization
 
     def post_backward(self, group: FSDPParamGroup) -> None:

@@ -59,6 +59,8 @@ class RootContext(Generic[U]):
         self._pending = Pending()
         self.forward: ForwardPass | None = None  # the pass that runs
         self.backward: BackwardPass | None = None
+        # Left gradients are being reduced. After an interrupt of that some are missing, and the next pass must raise.
+        self.synchronizes = False
         self.is_last_backward = True
         self.manual = False  # the caller ends backwards
         self.post_optim_event: torch.Event | None = None
@@ -309,7 +311,7 @@ class RootContext(Generic[U]):
 
     def _check_last_backward_ended(self, starts: str) -> None:
         inside = next((group for group in self.groups if group.phases.in_backward), None)
-        if inside is not None or (self.backward is not None and self.backward.started):
+        if inside is not None or self.synchronizes or (self.backward is not None and self.backward.started):
             raise RuntimeError(
                 f"{inside.name if inside is not None and inside.name else 'the root'}: {starts}, but its last backward "
                 "did not end (it raised?), so units hold gradients of that iteration; call reset_iter_state() on the "
@@ -529,6 +531,7 @@ class RootContext(Generic[U]):
             if run is not None:
                 self._leave(run)
         self.forward = self.backward = None
+        self.synchronizes = False
         self._pending = Pending()
         self.itinerary = Itinerary()  # ranks may have stopped at different places
         for group in self.groups:
@@ -592,11 +595,10 @@ class RootContext(Generic[U]):
         try:
             with torch.no_grad(), _trace.span("synchronize_gradients", self):
                 run.begin(PassKind("synchronization"), outermost=True)
-                run.start(more_follow=False)
-                self.backward = run  # if this raises, gradients are missing: the next pass finds this one, and refuses
+                self.synchronizes = True
                 self._settle(run, left)
                 self._await_reductions(left)
-            self.backward = None
+            self.synchronizes = False
             for group in groups:
                 group.residency.forget_portions()
         except BaseException:
@@ -604,7 +606,8 @@ class RootContext(Generic[U]):
             raise
 
     def _check_synchronization(self, groups: list[FSDPParamGroup]) -> None:
-        inside = self.running is not None or backward_runs() or any(group.is_entered for group in groups)
+        inside = self.running is not None or self.synchronizes or backward_runs()
+        inside |= any(group.is_entered for group in groups)
         if inside:
             raise RuntimeError(
                 "synchronize_gradients was called while a forward or backward runs; expected a call between them. Call "

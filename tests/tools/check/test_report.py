@@ -115,6 +115,8 @@ def test_the_rank_that_hangs():
     """It is the one that does not wait for others; if all wait, the one that waits elsewhere; else nobody is blamed."""
     waits, stands = ([Stuck(rank, "step 2", text) for rank in range(3)] for text in (WAITS, STANDS))
     assert hanging([waits[0], stands[1], waits[2]]) == [stands[1]]
+    looks = dump(FOLLOWS, f"/a/fsdp2/engine/root.py:5:groups /a/fsdp2/comm/host_work.py:9:wait {MAIN}")
+    assert hanging([Stuck(0, "step 2", looks), stands[1]]) == [stands[1]]
     elsewhere = Stuck(1, "step 2", dump(f"/a/fsdp2/comm/gather.py:5:finish {MAIN}"))
     assert hanging([waits[0], elsewhere, waits[2]]) == [elsewhere]
     late = Stuck(1, "step 1", WAITS)

@@ -91,7 +91,8 @@ class GroupGradients:
         self._completes = False  # ``complete`` runs: reduce over both axes, whatever the options say
 
     def _in_use(self) -> bool:
-        return self._phases.phase is not Phase.IDLE or self._completes
+        # Not in a forward: an interrupt may have left that, and it makes no gradients.
+        return self._phases.phase in (Phase.BACKWARD, Phase.REDUCED) or self._completes
 
     def use_axis(self, axis: Axis) -> None:
         """Send gradients over ``axis`` from now on, the same ranks as the shard axis."""

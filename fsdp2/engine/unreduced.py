@@ -42,7 +42,7 @@ class Unreduced:
     """Unreduced gradients of one group. All ranks have those of the same parameters, since they run equal backwards."""
 
     def __init__(self, store: ShardStore, in_use: Callable[[], bool], wait: Callable[[], object]) -> None:
-        """``in_use()`` returns whether a pass computes with the group or reduces its gradients.
+        """``in_use()`` returns whether a backward computes gradients of the group, or they are being reduced.
 
         ``wait()`` waits for reductions under way.
         """
@@ -105,7 +105,7 @@ class Unreduced:
         return found
 
     def drop(self, shard_ids: Collection[int]) -> None:
-        """Drop the unreduced gradients of parameters with shards of these ids, unless a pass uses the group."""
+        """Drop the unreduced gradients of parameters with shards of these ids, unless a backward makes such."""
         if self._in_use():
             return
         params = [param for param in self._store.params if param.is_one_of(shard_ids)]

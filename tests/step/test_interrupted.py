@@ -42,6 +42,17 @@ class Interrupting:
             raise self.error
 
 
+class Block(nn.Module):
+    """A layer below its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
 class Net(nn.Module):
     """Layers, one of them recomputed in backward, one called twice, and a parameter of the root's own."""
 
@@ -200,3 +211,29 @@ def test_in_a_hook_of_the_user(rank, world, place, error, options):
         module.reset_iter_state()
         step(module, alone, place)
     handle.remove()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
+def test_micro_batches_that_are_given_up(rank, world, error):
+    """The second forward is interrupted in a unit; the loop drops all gradients and goes on. What the first micro-batch
+    had left in that unit was taken for in use, stayed, and was added to the gradients of the next iteration."""
+    module, alone = beside_one_process(lambda: nn.Sequential(*[Block() for _ in range(3)]), lambda module: [*module])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def interrupt(*unused: object) -> None:
+        raise error
+
+    module.set_requires_gradient_sync(False)
+    module(INPUTS * 5).square().mean().backward()
+    handle = module[1].inner.register_forward_pre_hook(interrupt)
+    with pytest.raises(error):
+        module(INPUTS)
+    handle.remove()
+    with pytest.raises(RuntimeError, match="6 parameters whose gradients are not reduced"):
+        optimizer.step()
+    optimizer.zero_grad()
+    module.set_requires_gradient_sync(True)
+    for model in (module, alone):
+        model(INPUTS).square().mean().backward()
+    assert_gradients(module, alone)

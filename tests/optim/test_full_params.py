@@ -755,7 +755,6 @@ def test_memory_of_a_step_is_bounded_by_buckets(rank, world):
     bucket = 2 * matrix
     assert live.peak - before <= bucket + 2 * 2 * bucket + 2 * bucket + 6 * matrix
     assert live.peak - before < 2 * count * matrix
-    assert live.now - before <= count // world * matrix  # the states of this rank's; no parameter stays whole
 
 
 @on_ranks(2)

@@ -11,12 +11,23 @@ import torch
 from fsdp2._torch.tensors import chunk_cat, foreach_copy
 from fsdp2.sharding.layout import ShardLayout
 
-__all__ = ["Pair", "copy_all", "has_memory", "pack_rows", "part_of", "piece_pairs", "plan_comparison", "zero_gaps"]
+__all__ = [
+    "INTEGERS",
+    "Pair",
+    "copy_all",
+    "has_memory",
+    "pack_rows",
+    "part_of",
+    "piece_pairs",
+    "plan_comparison",
+    "zero_gaps",
+]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _COMPARED = 8
 """Along each dimension, of how many elements two tensors are compared at most."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element, integers that show its bits."""
 
 
 def part_of(
@@ -49,7 +60,7 @@ def plan_comparison(one: torch.Tensor, other: torch.Tensor) -> Callable[[], bool
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     spread = tuple(slice(None, None, max(1, -(-size // _COMPARED))) for size in one.shape)
     one, other = one.detach()[spread], other.detach()[spread]
-    bits = one.view(_INTEGERS[one.itemsize])
+    bits = one.view(INTEGERS[one.itemsize])
     if one.dtype == other.dtype:
         return partial(torch.equal, bits, other.view(bits.dtype))
     return partial(_are_alike, one, bits, other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fsdp2._torch.tensors import address_of
+from fsdp2.comm.pieces import INTEGERS
 
 __all__ = ["fingerprint"]
 
@@ -15,7 +16,6 @@ _SMALL = 1 << 16
 _COLUMNS = 4093
 """Of the table in which a large tensor is summed. It is a prime number: the rows of the tensor end at other places."""
 _ODD = -0x61C8864680B583EB  # 2**64 over the golden ratio, as a signed number
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(values: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ def fingerprint(values: torch.Tensor) -> torch.Tensor:
     """
     if values.is_complex():
         values = torch.view_as_real(values)
-    bits = values.reshape(-1).view(_INTEGERS[values.itemsize])
+    bits = values.reshape(-1).view(INTEGERS[values.itemsize])
     parts = [*bits.split(_AT_ONCE)] if bits.numel() <= _SMALL or not _is_aligned(bits) else _sums(bits)
     weights = _weights(max(part.numel() for part in parts), values.device)
     total = torch.zeros((), dtype=torch.int64, device=values.device)

@@ -240,6 +240,33 @@ def test_a_unit_skipped_by_one_of_four_is_named():
     assert "rank 0, 1, 2: gather 'b' in forward; rank 3: gather 'c' in forward" in error
 
 
+def sees_alone(rank: int, world: int, *, checks: bool) -> None:
+    """The forward clamps a unit that was gathered ahead; rank 0 alone has a value that this changes."""
+    fsdp2.set_rank_checks(checks)
+    model = sharded()
+    if rank == 0:
+        with torch.no_grad():
+            model.b.weight.to_local()[0, 0] = 5
+    for _ in range(2):
+        train(model)
+    shard = model.b.weight
+
+    def clamp(*unused: object) -> None:
+        shard.data.clamp_(max=1)
+
+    model.a.register_forward_hook(clamp)
+    train(model)
+
+
+def test_a_write_that_one_rank_alone_can_see():
+    """No version counter shows it. Rank 0 gathers again, so all ranks raise; without checks it would wait for ever, so
+    it computes with the values from before, as the others do."""
+    (error,) = set(told(run_apart(partial(sees_alone, checks=True), 2)))
+    assert "rank 0: gather 'b' in forward; rank 1: gather 'c' in forward" in error
+    ended = run_apart(partial(sees_alone, checks=False), 2)
+    assert [one.status for one in ended] == [0, 0], ended
+
+
 def dies_early(rank: int, world: int) -> None:
     """The last rank is killed before its first forward."""
     model = sharded()

@@ -105,7 +105,7 @@ class Unreduced:
         return found
 
     def drop(self, shard_ids: Collection[int]) -> None:
-        """Drop the unreduced gradients of parameters with shards of these ids, unless a backward makes such."""
+        """Drop the unreduced gradients of parameters with shards of these ids, unless a backward is computing them."""
         if self._in_use():
             return
         params = [param for param in self._store.params if param.is_one_of(shard_ids)]

@@ -187,7 +187,7 @@ def write_and_compare(rank: int, world: int, folder: Path, hold: str, write: str
 @on_ranks(2)
 @pytest.mark.parametrize("write", UNSEEN_WRITES)
 @pytest.mark.parametrize("hold", [hold_by_hand, hold_after_backward, hold_after_forward])
-def test_full_parameters_stay_behind_a_write_that_nothing_shows(rank, world, tmp_path, hold, write):
+def test_full_parameters_stay_after_a_write_that_nothing_shows(rank, world, tmp_path, hold, write):
     """The forward or the caller that had them may have written to them in such a way (``weight.data += delta``), so it
     is not known which of the two is newer: they are computed with until ``reshard()``."""
     module, alone = beside_one_process(stack, lambda module: [*module])

@@ -163,7 +163,7 @@ def test_two_ranks_on_gloo_swap_large_pieces(backend: str, ranks: int, nbytes: i
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_write_behind_the_start_of_a_gather_is_not_sent(ranks: int) -> None:
+def test_a_write_after_the_start_of_a_gather_is_not_sent(ranks: int) -> None:
     """A thread sends. What it found in the shards, and so what each rank had, depended on how fast it was."""
     axis, output, piece = Axis("group", ranks, 1, "gloo"), torch.zeros(2 * ranks), torch.ones(2)
     with mock.patch.object(collectives, "group_all_gather") as gather:

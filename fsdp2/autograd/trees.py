@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -178,11 +178,7 @@ class Tree:
 
     def carry_back(self) -> None:
         """Make in the originals the changes that the module has made to their copies."""
-        done: set[int] = set()
         for node, copied, after in self.copies:
-            if id(node.value) in done:  # a list may be both a child and an attribute of a pytree node
-                continue
-            done.add(id(node.value))
             now = node.kind.parts(copied)
             if now.keys() == after.keys() and all([now[key] is part for key, part in after.items()]):
                 continue
@@ -353,8 +349,9 @@ class _DictRecord(_Kind):
 
     @staticmethod
     def write(value: Any, parts: Parts) -> None:
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict  # outputs of Hugging Face refuse to lose items
         for key in [key for key in value if ("item", key) not in parts]:
-            dict.pop(value, key)
+            kind.__delitem__(value, key)
         now = _DictRecord.parts(value)
         _DictRecord._set(value, {key: part for key, part in parts.items() if key not in now or now[key] is not part})
 

@@ -553,6 +553,57 @@ def test_a_list_that_a_node_of_pytree_keeps_is_written_to() -> None:
     assert cache.parts[0] is first and cache.parts[1] is new and len(cache.parts) == 2
 
 
+def test_a_list_that_a_node_of_pytree_copies_is_written_to() -> None:
+    """Its only child is a list, and what builds it again makes a list of its own. What a module appended to that was
+    lost, since the list that was given to it had no change."""
+
+    class Copying(Node):
+        pass
+
+    def copying(parts: list[Any]) -> Copying:
+        new = Copying()
+        new.parts = [*parts]
+        return new
+
+    pytree.register_pytree_node(
+        Copying,
+        lambda n: ([n.parts], None),
+        lambda children, _: copying(next(iter(children))),
+        serialized_type_name=NAMES + "Copying",
+    )
+    cache, new = copying([torch.ones(1)]), torch.zeros(1)
+    found = Tree((cache,))
+    found.tensors = [t * 2 for t in found.tensors]
+    (copied,) = found.rebuilt()
+    copied.parts.append(new)
+    found.carry_back()
+    assert cache.parts[0].item() == 1.0 and cache.parts[1] is new
+
+
+def test_an_attribute_that_a_module_deletes_is_gone() -> None:
+    record = Record(torch.ones(1))
+    record.extra = "dropped"
+    found = Tree((record,))
+    found.tensors = [t * 2 for t in found.tensors]
+    (copied,) = found.rebuilt()
+    del copied.extra
+    found.carry_back()
+    assert vars(record).keys() == {"value", "note"}
+
+
+def test_items_and_fields_of_one_dict_are_written_to() -> None:
+    """A module may change either of what an output of Hugging Face has, and add and remove items."""
+    output, new = Output(torch.ones(2), torch.ones(1)), torch.zeros(1)
+    output["dropped"] = 1
+    found = Tree((output,))
+    found.tensors = [t * 2 for t in found.tensors]
+    (copied,) = found.rebuilt()
+    copied["logits"], copied["added"], copied.hidden = new, 3, "text"
+    del copied["dropped"]
+    found.carry_back()
+    assert output == {"logits": new, "added": 3} and output.hidden == "text"
+
+
 # ---- what cannot be replaced, and what nobody can see ----
 
 

@@ -15,8 +15,17 @@ from torch.utils import _pytree as pytree
 
 from fsdp2.autograd.side_outputs import SideOutputs
 from tests.support import api
+from tests.support.counting import gathers
+from tests.support.fake import fake_mesh
 from tests.support.inside import explain
-from tests.support.parity import assert_gradients, beside_one_process, mean_output, mesh_of, trains_like_one_process
+from tests.support.parity import (
+    assert_gradients,
+    beside_one_process,
+    mean_output,
+    mesh_of,
+    sharded,
+    trains_like_one_process,
+)
 from tests.support.pool import on_ranks
 from tests.support.shapes import Result, Slots, tensors
 
@@ -67,15 +76,16 @@ def and_what_was_kept(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 class Renamed(nn.Module):
-    """Keeps its auxiliary loss under another name in each forward."""
+    """Keeps its auxiliary loss under another name in each forward, and those before it as well unless it ``drops``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, drops: bool) -> None:
         super().__init__()
-        self.layer, self.name = nn.Linear(8, 8), "kept_0"
+        self.layer, self.name, self.drops = nn.Linear(8, 8), "kept_0", drops
         self.kept_0 = torch.zeros(())
 
     def forward(self, x):
-        delattr(self, self.name)
+        if self.drops:
+            delattr(self, self.name)
         self.name = f"kept_{int(self.name[-1]) + 1}"
         setattr(self, self.name, self.layer(self.layer(x)).square().mean())
         return x
@@ -83,14 +93,15 @@ class Renamed(nn.Module):
 
 @api.fsdp2_only
 @on_ranks(2)
-def test_a_side_output_of_another_name_in_each_forward(rank, world):
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_side_output_of_another_name_in_each_forward(rank, world, drops):
     """There are as many attributes as before, so nobody looked for new ones: from the second step on backward read
     freed weights."""
 
     def loss(module: nn.Module, inputs: Tensor) -> Tensor:
         return mean_output(module, inputs) + getattr(module[0], module[0].name)
 
-    trains_like_one_process(lambda: nn.Sequential(Renamed(), nn.Linear(8, 8), nn.Linear(8, 8)), loss)
+    trains_like_one_process(lambda: nn.Sequential(Renamed(drops=drops), nn.Linear(8, 8), nn.Linear(8, 8)), loss)
 
 
 @on_ranks(2)
@@ -430,6 +441,17 @@ def test_a_weight_that_is_cached_around_two_calls(rank, world, used):
 
     build = lambda: nn.Sequential(nn.Linear(8, 8), Parametrized(), nn.Linear(8, 8))
     trains_like_one_process(build, loss, reshard_after_forward=True)
+
+
+@api.fsdp2_only
+def test_a_cached_weight_is_an_output_of_the_call_that_computed_it():
+    """Not of later calls in the block: backward would enter their units again by it, and gather them once more."""
+    with fake_mesh(2) as mesh:
+        build = lambda: nn.Sequential(Parametrized(), nn.Linear(8, 8), nn.Linear(8, 8))
+        module = sharded(build, api.ours, lambda module: [*module], mesh=mesh, reshard_after_forward=True)
+        with parametrize.cached():
+            loss = module(torch.ones(2, 8)).sum()
+        assert gathers(loss.backward) == 3
 
 
 KEPT_ELSEWHERE: list[Tensor] = []

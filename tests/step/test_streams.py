@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fsdp2
 from fsdp2._torch.autograd import accumulate_grad_node
 from fsdp2.comm import streams
 from fsdp2.sharding.platform import simulated, using
@@ -160,6 +161,20 @@ def test_the_host_waits_for_gradients_that_are_copied_to_it():
             run.backward()
         for parameter in run.model.parameters():
             parameter.grad.to_local().mul_(0.5)
+    assert not device.mistakes
+
+
+def test_the_host_waits_for_state_that_moves_to_it():
+    """An optimizer has moments already when its state is offloaded, and whoever saves them next reads them at once."""
+    with watched("fp32") as (mesh, device):
+        run = Training(mesh, device, "fp32", "packed")
+        run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.1)
+        run.step()
+        fsdp2.offload_optimizer_state(run.optimizer)
+        for entry in run.optimizer.state.values():
+            moment = entry["exp_avg"].to_local()
+            device.on_host(moment)
+            moment.mul_(0.5)
     assert not device.mistakes
 
 

@@ -338,6 +338,14 @@ def test_a_gradient_hook_sees_the_finished_gradient() -> None:
     assert seen == [(True, [3.0, 3.0])]
 
 
+def test_one_of_several_inputs_that_is_not_used_gets_no_gradient() -> None:
+    """As without hooks: zeros would be a gradient, which an optimizer with weight decay steps by."""
+    used, unused = (torch.ones(2, requires_grad=True) for _ in range(2))
+    ((given, _), _), _, _ = watch_inputs((used, unused), {}, lambda: None)
+    given.sum().backward()
+    assert used.grad is not None and unused.grad is None
+
+
 def test_several_inputs_cannot_be_changed_in_place() -> None:
     """``residual += branch(hidden)`` in a block that gets both is refused by autograd, as under torch's fully_shard."""
     hidden, residual = (torch.ones(2, requires_grad=True) * 1 for _ in range(2))

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from fsdp2.compression import formats
 from fsdp2.compression.formats import BlockFormat, Noise, _pieces, decode, decode_sum, encode, encoded_views
@@ -189,10 +190,25 @@ def test_fewer_elements_than_whole_blocks_are_decoded_to_where_they_belong(kind:
         assert torch.equal(full[:, :numel], out[:, :numel].to(dtype)) and not full[:, numel:].any()
 
 
-def test_noise_reads_its_table_to_the_end(monkeypatch) -> None:
+@pytest.mark.parametrize("numel", [64, formats._CPU_PIECE])
+def test_noise_reads_its_table_to_the_end(numel: int, monkeypatch) -> None:
+    """Also for the largest piece that is rounded at once."""
     noise = Noise(1)
     monkeypatch.setattr(noise._offsets, "randrange", lambda stop: stop - 1)
-    assert torch.equal(noise(torch.empty(64)), noise._table[-64:])
+    assert torch.equal(noise(torch.empty(numel)), noise._table[-numel:])
+
+
+def test_noise_for_more_than_the_table_has() -> None:
+    """A compiled function rounds a tensor of any size at once."""
+    assert len(Noise(1)(torch.empty(2 * formats._CPU_PIECE + 1)).unique()) == 1 << 14
+
+
+def test_tensors_without_memory_are_done_in_pieces_of_a_device() -> None:
+    """Those of a forecast say that they are on a CPU, and stand for a device, where each piece is a launch."""
+    real = torch.empty(1, 4, formats._CPU_PIECE)
+    with FakeTensorMode():
+        fake = torch.empty(real.shape)
+    assert len([*_pieces(fake)]) == 1 and len([*_pieces(real)]) == 4
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -221,6 +221,55 @@ def test_a_tie_after_sharding(rank, world, when, units, turned):
         torch.testing.assert_close(got.full_tensor(), expected)
 
 
+@on_ranks(2)
+def test_a_weight_that_moves_to_another_layer(rank, world):
+    """Its own layer is gone, so that the two of it and of the one that it replaces were at the same places."""
+    module, alone = beside_one_process(stack, lambda module: ())
+    for one in (module, alone):
+        one(torch.ones(2, 8)).sum().backward()
+        one.zero_grad()
+        one[0].weight, one[1] = one[1].weight, nn.Identity()
+        one(torch.ones(2, 8)).square().mean().backward()
+    assert_gradients(module, alone)
+
+
+@on_ranks(2)
+def test_an_original_that_comes_back(rank, world):
+    """The unit knows it, and takes its value over all the same, as that of any whole parameter."""
+    alone = stack()
+    module = copy.deepcopy(alone)
+    original = module[0].weight
+    shard_each(module, api.ours, mesh=mesh_of(world))
+    with torch.no_grad():
+        for weight in (original, alone[0].weight):
+            weight.copy_(torch.arange(64.0).view(8, 8) / 64)
+    module[0].weight = original
+    for one in (module, alone):
+        one(torch.ones(2, 8)).square().mean().backward()
+    assert_gradients(module, alone)
+
+
+class Scaling(nn.Module):
+    """Scales by a parameter that it may get later."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * getattr(self, "scale", 1)
+
+
+def test_a_parameter_of_a_module_that_had_none(caplog):
+    """The module was added after ``fully_shard`` too, and a unit sees only what is registered on modules it knows. Its
+    log names the unit and the parameter."""
+    with fake_mesh(2) as mesh, caplog.at_level("INFO", "fsdp2"):
+        module = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+        shard_each(module, api.ours, mesh=mesh)
+        module[0].append(Scaling())
+        module(torch.ones(2, 4))
+        module[0][1].scale = nn.Parameter(torch.ones(4))
+        module(torch.ones(2, 4))
+    assert isinstance(module[0][1].scale, DTensor)
+    assert "0: adopted parameters added after fully_shard: 1.scale" in caplog.messages
+
+
 @on_ranks(2, 4)
 @pytest.mark.parametrize("units", [[], ["norm"]])
 @pytest.mark.parametrize("new", ["embed", "head"])

@@ -100,9 +100,19 @@ def test_the_report_as_a_table() -> None:
         assert lines[1].split() == ["0", "8", "0.02", "MiB", "0.00", "MiB", "0.0%"]
         assert lines[3].strip() == "1.weight (9, 64): Shard(0) pads 77.8%; Shard(1) would pad 0.0%"
         assert lines[4].strip() == "1.bias (9,): Shard(0) pads 77.8%"
+        assert lines[5].split() == ["(root)", "8", "0.00", "MiB", "0.00", "MiB", "255.6%"]  # of 72 bytes
         assert fsdp2.padding_report(model[1])[0] == ("", *report[1][1:])
     with pytest.raises(ValueError, match="no parameter of Linear is managed"):
         fsdp2.padding_report(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("size", "named"), [(20, True), (27, False)])
+def test_what_pads_a_twentieth_is_named(size: int, named: bool) -> None:
+    """On 7 ranks, 20 elements are padded to 21, and 27 to 28."""
+    with fake_mesh(7) as mesh:
+        module = nn.LayerNorm(size, bias=False)
+        fsdp2.fully_shard(module, mesh=mesh)
+        assert ("Shard(0) pads 5.0%" in str(fsdp2.padding_report(module))) == named
 
 
 def test_shards_over_replicas_are_padded_on_all_ranks() -> None:

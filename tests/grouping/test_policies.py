@@ -187,6 +187,15 @@ def test_several_modules_with_a_policy(rank, world):
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
+def test_a_module_that_refers_to_the_one_around_it():
+    """That one is of the call, and no unit below itself."""
+    with fake_mesh(2) as mesh:
+        module = stack()
+        module[1].around = module
+        fsdp2.fully_shard(module, policy={nn.Linear, nn.Sequential}, mesh=mesh)
+        assert names_of_units(module) == ["", "0", "1", "2"]
+
+
 def tree(generator: random.Random, depth: int) -> nn.Module:
     """Return a random tree of modules that can all be called."""
     if depth == 0 or generator.random() < 0.2:

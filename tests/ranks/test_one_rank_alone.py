@@ -227,6 +227,23 @@ def test_changed_or_asked_on_one_rank(program, difference):
 
 
 @on_ranks(2)
+def test_a_forward_that_raises_before_its_first_collective(rank, world):
+    """All it needs is in memory, so the other rank knows nothing of it, and the backward on the forward before it is a
+    pass as any other."""
+    module, alone = models(reshard_after_forward=False)
+    for step in range(LAST + 1):
+        losses = [one(torch.ones(2, 8)).square().sum() for one in (module, alone)]
+        if step == LAST and rank == 1:
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                module(torch.ones(2, 3))
+        for loss in losses:
+            loss.backward()
+        assert_gradients(module, alone)
+        for one in (module, alone):
+            one.zero_grad()
+
+
+@on_ranks(2)
 def test_a_parameter_replaced(rank, world):
     """One rank puts a whole parameter in the place of a shard: its own piece has the value, without communication."""
     module, alone = models()

@@ -72,6 +72,18 @@ def test_the_last_unit_does_not_stay_below_a_large_loss(outputs, stays):
 
 
 @api.fsdp2_only
+def test_backward_gathers_ahead_behind_weights_that_the_loss_uses():
+    """It begins with them, and the last unit of the forward comes next."""
+    with fake_mesh(2) as mesh:
+        model = sharded(stack, fsdp2, mesh=mesh, reshard_after_forward=True)
+        hidden = model(torch.ones(2, 8))
+        with fsdp2.use_weights(model[0]):
+            loss = nn.functional.linear(hidden, model[0].weight).sum()
+        seen = events(loss.backward)
+    assert seen.index(("unshard", "2")) < seen.index(("pre_backward", "2"))
+
+
+@api.fsdp2_only
 def test_a_teacher_on_replicas_gathers_ahead():
     """One replica may evaluate alone, so other forwards must not follow its evaluation. The next evaluation
     did not either, so a teacher, which is only evaluated, waited for each gather."""

@@ -164,6 +164,11 @@ def test_the_host_waits_for_gradients_that_are_copied_to_it():
     assert not device.mistakes
 
 
+def test_a_first_forward_that_updates_a_teacher_over_replicas():
+    """Its portions are gathered when the forward begins, and nobody knows yet that it writes to their shards first."""
+    assert not mistakes(taught, "over replicas", "packed")
+
+
 def test_the_host_waits_for_state_that_moves_to_it():
     """An optimizer has moments already when its state is offloaded, and whoever saves them next reads them at once."""
     with watched("fp32") as (mesh, device):

@@ -110,6 +110,18 @@ def test_a_pattern_of_forwards_that_repeats_finds_each_of_its_routes(pattern: li
         itinerary.begin_backward(first_stays=True)  # ends the pattern, as an iteration ends
 
 
+def test_the_last_of_fifteen_micro_batches_is_known() -> None:
+    """Only the evaluation before them tells it from the others: that is 29 passes ago, of 32 that make a context."""
+    itinerary: Itinerary[Group] = Itinerary()
+    for repeat in range(3):
+        run(itinerary, "ab", "evaluation")
+        for number in range(15):
+            names = ["a", "c" if number == 14 else "b"]
+            advice = train(itinerary, names)
+            if repeat == 2:
+                assert advice == following(names), number
+
+
 @given(calls, calls, calls)
 def test_a_forward_of_one_rank_alone_changes_nothing_for_the_others(
     known: list[str], alone: list[str], names: list[str]

@@ -28,7 +28,7 @@ def residency(module: nn.Module) -> Residency:
 
 def test_the_levels_in_turn(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(8, 8), mesh=mesh, reshard_after_forward=2)
-    states = [residency(module).level]
+    states, needs = [residency(module).level], [residency(module).needs_gather]
     for move in (
         lambda: group_of(module).unshard(),
         lambda: residency(module).ready(),
@@ -39,6 +39,8 @@ def test_the_levels_in_turn(mesh: DeviceMesh) -> None:
     ):
         move()
         states.append(residency(module).level)
+        needs.append(residency(module).needs_gather)
+    assert needs == [state in (Level.SHARDS, Level.PIECES) for state in states]
     assert states == [
         Level.SHARDS,
         Level.GATHERING,

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fsdp2.engine.collective import Collective, PassKind
+from fsdp2.engine.itinerary import MOST_CONTEXTS
 from fsdp2.ranks.log import PassLog
 
 A, B, C, D = (Collective("gather", SimpleNamespace(name=name)) for name in "abcd")
@@ -115,6 +116,14 @@ def test_nothing_is_expected_after_a_pass_was_aborted() -> None:
     log.begin(FORWARD)
     log.abandon()
     assert not log.follows(FORWARD)
+
+
+def test_a_loop_without_a_pattern_is_forgotten_now_and_then() -> None:
+    """Each pass of a new kind makes new contexts, which were kept for ever."""
+    log = PassLog()
+    for number in range(MOST_CONTEXTS // 2):
+        run(log, PassKind("forward", str(number)), [A])
+    assert max(len(log._next), len(log._known)) <= 1.2 * MOST_CONTEXTS
 
 
 def test_earlier_passes_are_found_by_their_place_since_the_ranks_met() -> None:

@@ -36,9 +36,11 @@ def part_of(
     """Return a dense tensor from byte ``start`` of ``flat`` on, with a storage of its own inside that memory.
 
     It fills its storage, so that copying, saving and pickling take it alone. Storages of fake tensors have no parts;
-    there it is a view.
+    there it is a view. A tensor without elements has memory nowhere: torch.save refuses two dtypes at one address.
     """
     end = start + math.prod(shape) * dtype.itemsize
+    if start == end:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=flat.device)
     if not has_memory(flat):
         return flat[start:end].view(dtype).as_strided(shape, stride).data
     return torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage()[start:end], 0, shape, stride)

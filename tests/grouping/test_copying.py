@@ -69,6 +69,23 @@ def test_saving_and_copying_a_sharded_state_dict(rank, world):
 
 
 @on_ranks(1, 2)
+def test_saving_a_parameter_without_elements(rank, world):
+    """Its shard began where that of the next parameter does, and ``torch.save`` refuses two dtypes at one address."""
+    module = nn.ParameterDict({"none": torch.empty(0, 4), "rounded": torch.ones(4, 2, dtype=torch.bfloat16)})
+    api.ours.fully_shard(module, mesh=mesh_of(world))
+    state, file = module.state_dict(), io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=True)
+    assert {name: (value.shape, value.dtype) for name, value in other.items()} == {
+        "none": ((0, 4), torch.float32),
+        "rounded": ((4, 2), torch.bfloat16),
+    }
+    module.load_state_dict(other)
+    assert torch.equal(module["rounded"].full_tensor(), torch.ones(4, 2, dtype=torch.bfloat16))
+
+
+@on_ranks(1, 2)
 def test_copying_a_part_of_a_unit(rank, world):
     """The hooks of a module inside a unit led ``copy.deepcopy`` to the unit's full parameters, whose memory is freed,
     and from there to "invalid python storage" or a crash."""

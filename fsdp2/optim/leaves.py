@@ -28,6 +28,6 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
 
 
 def keys_in(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[list[str]]:
-    """Return the dictionary keys that lead to each leaf of ``take_apart``, outermost first; "" for other containers."""
+    """Return the keys that lead to each leaf of ``take_apart``, outermost first; "[0]" is the first of a sequence."""
     found, _ = pytree.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return [[str(getattr(step, "key", "")) for step in path] for path, _ in found]
+    return [[str(getattr(step, "key", step)) for step in path] for path, _ in found]

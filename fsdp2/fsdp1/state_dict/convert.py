@@ -52,7 +52,8 @@ def convert(items: Sequence[Item], model: nn.Module, kind: StateDictType, config
     keys = [item.param if item.is_parameter and item.param else i for i, item in enumerate(items)]
     sources: dict[object, Source] = {}
     names: dict[str, Source] = {}
-    for key, item in zip(keys, items):
+    # In the order of names: the optimizer's state of one rank may list parameters in another order.
+    for key, item in sorted(zip(keys, items), key=lambda pair: pair[1].name):
         if isinstance(item.value, DTensor) and key not in sources:
             piece = item.value if item.param is None else on_this_rank(item.value).detach()
             sources[key] = names[item.name] = Source.of(piece, item.param)

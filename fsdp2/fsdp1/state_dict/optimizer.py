@@ -80,9 +80,9 @@ def optim_state_dict(
         names.append(key if place is None else place.name)
         leaves, rebuild = take_apart(state, is_piece)
         trees.append((rebuild, len(leaves)))
-        for i, leaf in enumerate(leaves):
+        for leaf, path in zip(leaves, keys_in(state, is_piece)):
             param = place.param if place is not None and placed_alike(leaf, place.tensor) else None
-            items.append(Item(leaf, f"{names[-1]}: state {i}", param))
+            items.append(Item(leaf, f"{names[-1]}: {'.'.join(path)}", param))
     settings = get_state_dict_type(model)
     converted = convert(items, model, settings.state_dict_type, settings.optim_state_dict_config)
     if converted is None:

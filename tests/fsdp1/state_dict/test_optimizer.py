@@ -258,6 +258,27 @@ def test_state_that_is_no_tensor_of_the_parameter(rank, world):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("what", ["parameters", "entries"])
+def test_state_in_another_order_on_one_rank(rank, world, what):
+    """What ranks gather together is found by name. Parameters in another order (one rank loaded a file of its own) had
+    each other's moments in the full state, without a word; entries were refused, by numbers."""
+    module, optimizer = trained(MAKERS["adam"])
+    with using(module, "full"):
+        expected = fsdp2.optim_state_dict(module, optimizer)["state"]
+    if rank == 1:
+        for entries in [optimizer.state] if what == "parameters" else optimizer.state.values():
+            items = [*entries.items()]
+            entries.clear()
+            entries.update(reversed(items))
+    with using(module, "full"):
+        found = fsdp2.optim_state_dict(module, optimizer)["state"]
+    assert found.keys() == expected.keys()
+    for name, entry in expected.items():
+        assert found[name].keys() == entry.keys()
+        assert all(torch.equal(found[name][key], value) for key, value in entry.items()), name
+
+
+@on_ranks(2)
 def test_what_is_refused(rank, world):
     """Foreign parameters, shapes and pieces, by name."""
     module, optimizer = trained()

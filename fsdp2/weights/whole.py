@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from fsdp2.comm.collectives import all_gather, gather_bytes
 from fsdp2.comm.pieces import copy_all, piece_pairs
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam
+from fsdp2.sharding.layout import Cut, ShardLayout
 from fsdp2.sharding.mesh import Axis, DataParallelMesh
 from fsdp2.sharding.packing import align
 from fsdp2.sharding.spec import ShardedSpec, arrived, dtensor_like, on_this_rank
@@ -47,11 +50,8 @@ class Source:
 
     @classmethod
     def of(cls, piece: torch.Tensor, param: FSDPParam | None, dtype: torch.dtype | None = None) -> Source:
-        """Return the source of ``piece``, sharded like ``param`` if given.
-
-        A tensor subclass becomes a DTensor, and so does a piece that is sharded over two axes.
-        """
-        if param is not None and (type(piece) is not torch.Tensor or len(param.spec.cuts) > 1):
+        """Return the source of ``piece``, sharded like ``param`` if given; a tensor subclass becomes a DTensor."""
+        if param is not None and type(piece) is not torch.Tensor:
             piece, param = param.spec.shard_as(piece), None
         return cls(piece, param, dtype or piece.dtype)
 
@@ -68,35 +68,34 @@ class Source:
         mesh: DataParallelMesh = self.param.group.mesh
         return mesh
 
-    @property
-    def cut_over(self) -> Axis | None:
-        """The axis of the ranks with the other pieces; None if this rank has the whole tensor or it gathers itself."""
-        if self.param is None:
-            return None
-        layout = self.spec.layout
-        return None if layout.dim is None or layout.ranks == 1 or not layout.numel else self.mesh.shard
+    @cached_property
+    def cut_over(self) -> dict[Axis, Cut]:
+        """The cuts to undo, the last one first, by the axis of the ranks with the other pieces.
+
+        There are none if this rank has the whole tensor, or if it gathers itself.
+        """
+        if self.param is None or self.spec.layout.dim is None or not self.spec.layout.numel:
+            return {}
+        pairs = zip((self.mesh.shard, self.mesh.replicate), self.spec.cuts)
+        return {axis: cut for axis, cut in reversed([*pairs]) if axis.size > 1}
 
     @property
-    def axis(self) -> Axis | None:
-        """The axis to gather over: that of ``cut_over``, or None on the meta device, which has no values."""
-        return None if self.piece.is_meta else self.cut_over
-
-    @property
-    def slot_bytes(self) -> int:
-        """The bytes that one rank sends."""
-        return self.spec.layout.slot_numel * self.dtype.itemsize
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes to gather over, one after the other; none on the meta device, which has no values."""
+        return () if self.piece.is_meta else tuple(self.cut_over)
 
     @property
     def nbytes(self) -> int:
         """The bytes that a gather takes, padding and the parts of other tensor-parallel ranks included."""
         if self.param is None:
             return self.piece.numel() * self.dtype.itemsize
-        whole = 0 if self.spec.full is None else self.spec.dtensor.shape.numel() * self.dtype.itemsize
-        return max((1 if self.axis is None else self.axis.size) * self.slot_bytes, whole)
-
-    def empty(self) -> torch.Tensor:
-        """Return uninitialized memory for the whole tensor."""
         layout = self.spec.layout
+        gathered = layout.slot_numel * (layout.ranks if self.axes else 1)
+        whole = 0 if self.spec.full is None else self.spec.dtensor.shape.numel()
+        return max(gathered, whole) * self.dtype.itemsize
+
+    def empty(self, layout: ShardLayout) -> torch.Tensor:
+        """Return uninitialized memory for a tensor that is cut by ``layout``."""
         return torch.empty_strided(layout.shape, layout.stride, dtype=self.dtype, device=self.mesh.device)
 
 
@@ -130,11 +129,14 @@ def check_same(named: Mapping[str, Source], groups: Iterable[FSDPParamGroup], ra
     Raises:
         RuntimeError: Only some ranks have a tensor, or only some have it on the meta device.
     """
-    by_axis: dict[Axis, list[str]] = {group.mesh.shard: [] for group in groups if group.mesh.shard.size > 1}
+    by_axis: dict[Axis, list[str]] = {}
+    for mesh in (group.mesh for group in groups):
+        axes = (mesh.shard, mesh.replicate) if mesh.has_portions else (mesh.shard,)
+        by_axis.update({axis: [] for axis in axes if axis.size > 1})
     for name, source in named.items():
-        if source.cut_over is not None:
+        for axis in source.cut_over:
             kind = f"{source.dtype}{' on the meta device' if source.piece.is_meta else ''}"
-            by_axis[source.cut_over].append(f"{name} ({kind}, {tuple(source.spec.layout.shape)})")
+            by_axis[axis].append(f"{name} ({kind}, {tuple(source.spec.layout.shape)})")
     problem = None
     for axis, mine in by_axis.items():
         digest = hashlib.sha256("\n".join(mine).encode()).digest()
@@ -145,8 +147,8 @@ def check_same(named: Mapping[str, Source], groups: Iterable[FSDPParamGroup], ra
             having = [rank for rank, entries in enumerate(everybodys) if entry in entries]
             if len(having) < axis.size:
                 problem = problem or RuntimeError(
-                    f"{entry}: to be gathered only on ranks {having} of its shard dimension; expected the same on all "
-                    "of them. Make parameters, gradients and states the same on every rank first"
+                    f"{entry}: to be gathered only on ranks {having} of a dimension that cuts it; expected the same on "
+                    "all of them. Make parameters, gradients and states the same on every rank first"
                 )
     ranks.agree(problem)
 
@@ -158,8 +160,8 @@ def gather_whole(
 
     The tensors are on ``device``; by default they stay where they were gathered.
 
-    Sources of one axis share a collective up to ``bucket_bytes``. The default is the size of the largest source of
-    that axis, and at least 1 MiB: a collective for each of thousands of small tensors takes seconds. All ranks must
+    Sources of the same axes share collectives up to ``bucket_bytes``. The default is the size of the largest source of
+    those axes, and at least 1 MiB: a collective for each of thousands of small tensors takes seconds. All ranks must
     iterate in step. No collective is in flight when a tensor is yielded, so the iteration may stop at any item.
     """
     buckets = _plan(sources, bucket_bytes)
@@ -172,24 +174,23 @@ def gather_whole(
 
 
 def _plan(sources: Sequence[Source], bucket_bytes: int) -> dict[int, list[int]]:
-    """Return the sources that share a collective, by the index of the first of them.
+    """Return the sources that share collectives, by the index of the first of them.
 
     Sources of other axes in between do not influence a bucket: the ranks of an axis need not have the same ones there.
     """
-    limits: dict[Axis, int] = {}
+    limits: dict[tuple[Axis, ...], int] = {}
     for source in sources:
-        if source.axis is not None:
-            limits[source.axis] = bucket_bytes or max(limits.get(source.axis, _SMALL_BUCKET), source.nbytes)
+        limits[source.axes] = bucket_bytes or max(limits.get(source.axes, _SMALL_BUCKET), source.nbytes)
     buckets: dict[int, list[int]] = {}
-    filling: dict[Axis, tuple[list[int], int]] = {}
+    filling: dict[tuple[Axis, ...], tuple[list[int], int]] = {}
     for i, source in enumerate(sources):
-        if source.axis is None:
+        if not source.axes:
             continue
-        bucket, size = filling.get(source.axis, ([], 0))
-        if not bucket or size + source.nbytes > limits[source.axis]:
+        bucket, size = filling.get(source.axes, ([], 0))
+        if not bucket or size + source.nbytes > limits[source.axes]:
             bucket, size = buckets.setdefault(i, []), 0
         bucket.append(i)
-        filling[source.axis] = bucket, size + source.nbytes
+        filling[source.axes] = bucket, size + source.nbytes
     return buckets
 
 
@@ -209,8 +210,8 @@ def _complete(
     elif piece.is_meta:
         full = torch.empty(source.spec.dtensor.shape, dtype=piece.dtype, device="meta")
     else:
-        if source.axis is None:
-            full = source.empty()
+        if not source.axes:
+            full = source.empty(source.spec.layout)
             if full.numel():  # without elements it may still be cut, so that its piece has another shape
                 full.copy_(piece)
         if full is not None and source.spec.full is not None:
@@ -221,32 +222,47 @@ def _complete(
 
 @torch.no_grad()
 def _gather(sources: list[Source], keep: bool) -> list[torch.Tensor | None]:
-    """Gather ``sources`` with one collective; return the full tensor of each, or None if this rank does not need it.
+    """Gather ``sources``, whose axes are the same, with one collective for each axis.
+
+    Return the full tensor of each, or None if this rank does not need it.
+    """
+    pieces: list[Any] = [source.piece for source in sources]
+    axes = sources[0].axes
+    for axis in axes:
+        needed = [keep or axis is not axes[-1] or source.spec.full is not None for source in sources]
+        pieces = _gather_along(axis, sources, pieces, needed)
+    return pieces
+
+
+def _gather_along(
+    axis: Axis, sources: list[Source], pieces: list[torch.Tensor], needed: list[bool]
+) -> list[torch.Tensor | None]:
+    """Undo the cut along ``axis`` with one collective; return what ``pieces`` are pieces of, as far as it is needed.
 
     Each rank sends one row of bytes that contains a slot for each tensor. If there is one tensor and it is sharded
     along its slowest dimension, the rows in order are its memory, and only padding costs a copy.
     """
-    axis, layout = sources[0].axis, sources[0].spec.layout
-    assert axis is not None
+    cuts = [source.cut_over[axis] for source in sources]
+    layout = cuts[0].layout
     in_place = len(sources) == 1 and layout.rank_major
     offsets, end = [], 0
-    for source in sources:
+    sizes = [cut.layout.slot_numel * source.dtype.itemsize for source, cut in zip(sources, cuts)]
+    for size in sizes:
         offsets.append(end)
-        end += source.slot_bytes if in_place else align(source.slot_bytes)
+        end += size if in_place else align(size)
     rows = torch.empty(axis.size, end, dtype=torch.uint8, device=sources[0].mesh.device)
-    slots = [rows[:, at : at + source.slot_bytes].view(source.dtype) for source, at in zip(sources, offsets)]
-    for source, slot in zip(sources, slots):
-        spec = source.spec  # the rest of a slot beyond the piece is never read
-        slot[axis.rank, : spec.shard_numel].as_strided(spec.shard_shape, spec.shard_stride).copy_(source.piece)
+    slots = [rows[:, at : at + size].view(source.dtype) for source, at, size in zip(sources, offsets, sizes)]
+    for piece, cut, slot in zip(pieces, cuts, slots):  # the rest of a slot beyond the piece is never read
+        slot[axis.rank, : math.prod(cut.shape)].as_strided(cut.shape, cut.stride).copy_(piece)
     all_gather([rows.view(-1)], [rows[axis.rank]], axis, async_op=False)
     if in_place:
         flat = slots[0].view(-1)
         flat = flat[: layout.numel].clone() if flat.numel() > layout.numel else flat
         return [flat.as_strided(layout.shape, layout.stride)]
-    fulls = [source.empty() if keep or source.spec.full is not None else None for source in sources]
+    fulls = [source.empty(cut.layout) if wants else None for source, cut, wants in zip(sources, cuts, needed)]
     pairs = []
-    for full, slot, source in zip(fulls, slots, sources):
-        pairs += [] if full is None else piece_pairs(full, slot, source.spec.layout)
+    for full, slot, cut in zip(fulls, slots, cuts):
+        pairs += [] if full is None else piece_pairs(full, slot, cut.layout)
     copy_all([target for target, _ in pairs], [piece for _, piece in pairs])
     return fulls
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -16,7 +17,7 @@ from tests.support import api
 from tests.support.cases import CASES, Setup, build, build_sharded
 from tests.support.counting import Collectives
 from tests.support.models import mlp
-from tests.support.parity import mesh_of, rows_of
+from tests.support.parity import mesh_2d, mesh_of, rows_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 from tests.weights.test_summon import BF16
@@ -114,6 +115,34 @@ def test_buckets(rank, world):
         with Collectives() as seen:
             list(iter_full_params(module, bucket_mb=nbytes / 2**20))
         assert (seen.gathers, seen.reductions) == (gathers, 3)
+
+
+@on_ranks(4)
+def test_over_replicas(rank, world):
+    """Pieces that are cut twice share collectives too, one for each axis, in any dtype and in the one asked for.
+
+    Each parameter was two collectives of DTensor's, in its own dtype: gloo has none for eight bits, and torch warned of
+    their order.
+    """
+    module = mlp(8, 6, 5, 7)
+    frozen = {"rounded": torch.randn(3, 5).to(torch.float8_e4m3fn), "mask": torch.rand(7) > 0.5}
+    for name, value in frozen.items():
+        module[2].register_parameter(name, nn.Parameter(value, requires_grad=False))
+    expected = copy.deepcopy(module)
+    for unit in (module[2], module):
+        fsdp2.fully_shard(unit, mesh=mesh_2d(), shard_over_replicas=True)
+    with Collectives() as seen:
+        assert_exports(module, expected)
+    assert seen.gathers == 2
+    for bucket_mb in (1e-6, 2e-4):
+        assert_exports(module, expected, bucket_mb=bucket_mb)
+    expected.to(torch.bfloat16)
+    for name, value in frozen.items():
+        expected[2].register_parameter(name, nn.Parameter(value, requires_grad=False))
+    with Collectives() as seen:
+        for (name, got), want in zip(iter_full_params(module, dtype=torch.bfloat16), expected.parameters()):
+            assert torch.equal(got.float(), want.float()), name
+    assert seen.gathers == 2
 
 
 @on_ranks(2, 4)

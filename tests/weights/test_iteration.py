@@ -16,7 +16,7 @@ from tests.support import api
 from tests.support.cases import CASES, Setup, build, build_sharded
 from tests.support.counting import Collectives
 from tests.support.models import mlp
-from tests.support.parity import assert_gradients, mesh_of, on_one_axis, rows_of
+from tests.support.parity import assert_gradients, mesh_2d, mesh_of, on_one_axis, rows_of
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 from tests.weights.test_summon import BF16, assert_shards, assert_shows
@@ -300,11 +300,27 @@ def test_ranks_that_differ(rank, world):
     module.to_empty(device="cpu")
     if rank == 0:
         module[2].bias.grad = torch.ones_like(module[2].bias)
-    with pytest.raises(RuntimeError, match=r"bias.grad .*only on ranks \[0\] of its shard dimension"):
+    with pytest.raises(RuntimeError, match=r"bias.grad .*only on ranks \[0\] of a dimension that cuts it"):
         with summon_full_params(module, with_grads=True):
             pass
     with summon_full_params(module):
         assert module[2].bias.grad is None
+
+
+@on_ranks(4)
+def test_replicas_that_differ(rank, world):
+    """Where pieces are cut over replicas too, a gradient that one replica lacks is refused on all ranks of both. The
+    others waited for it in a collective of their own."""
+    module = mlp(4, 8, 4)
+    fsdp2.fully_shard(module, mesh=mesh_2d(), shard_over_replicas=True)
+    if rank < 2:
+        module[2].bias.grad = torch.ones_like(module[2].bias)
+    with pytest.raises(RuntimeError, match=r"bias.grad .*only on ranks \[0\] of a dimension that cuts it"):
+        with summon_full_params(module, with_grads=True):
+            pass
+    module(torch.ones(2, 4)).sum().backward()
+    with summon_full_params(module, with_grads=True):
+        assert module[0].weight.grad.shape == (8, 4)
 
 
 @on_ranks(2)

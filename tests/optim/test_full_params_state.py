@@ -97,6 +97,23 @@ def test_state_dicts_between_sharding_and_the_first_step(rank, world, loaded):
     assert_same_state(optimizer.state_dict(), plain.state_dict())
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
+def test_numbers_beside_a_parameter_that_is_a_number(rank, world, kind):
+    """A product of momenta or a rate is a plain number in a state dict, as after any other step. Beside a parameter
+    without dimensions it was a DTensor, as a moment is."""
+    module = shard(nn.ParameterDict({"scale": torch.tensor(0.7)}), mesh_1d())
+    optimizers = kind(module.parameters()), fsdp2.use_full_params(kind(module.parameters()))
+    for optimizer in optimizers:
+        module["scale"].grad = torch.ones_like(module["scale"])
+        optimizer.step()
+    ours, theirs = [optimizer.state_dict()["state"][0] for optimizer in optimizers]
+    assert {key: type(value) for key, value in ours.items()} == {key: type(value) for key, value in theirs.items()}
+    assert DTensor in map(type, ours.values())
+    numbers = [key for key, value in theirs.items() if not isinstance(value, DTensor)]
+    assert len(numbers) > 1 and all(torch.equal(ours[key], theirs[key]) for key in numbers)
+
+
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 @pytest.mark.parametrize("fresh", [True, False])
@@ -119,6 +136,26 @@ def test_flattened_state_dicts(rank, world, name, fresh):
     assert_same_state(again.state_dict(), plain.state_dict())
     again.zero_grad()
     train(module, again, reference, plain, range(2, 4))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("full", [False, True])
+def test_a_parameter_without_elements(rank, world, full):
+    """It has state as with any other step. It had none, as on no rank there is something of its gradient, so torch
+    refused to load what the optimizer itself had saved: "Missing optimizer state for parameter"."""
+    options = StateDictOptions(full_state_dict=full)
+    plain = nn.ParameterDict({"none": torch.empty(0, 4), "some": torch.ones(3, 4)})
+    module = shard(plain, mesh_1d())
+    optimizer = fsdp2.use_full_params(torch.optim.AdamW(module.parameters()))
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()  # torch makes no state where there are gradients
+    saved = get_optimizer_state_dict(module, optimizer, options=options)
+    assert saved["state"]["none"]["exp_avg"].shape == (0, 4) and saved["state"]["none"]["step"] == 1
+    for again in (fsdp2.use_full_params(torch.optim.AdamW(module.parameters())), torch.optim.AdamW(plain.parameters())):
+        set_optimizer_state_dict(module, again, copy.deepcopy(saved), options=options)
+        assert_same_state(again.state_dict(), optimizer.state_dict())
 
 
 @on_ranks(2)

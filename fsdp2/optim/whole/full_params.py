@@ -529,8 +529,11 @@ def _completed(
 
 
 def _code(param: Any) -> int:
-    """Return the dtype of this rank's gradient as an index of ``_DTYPES``, or ``_NO_GRADIENT`` or ``_NOTHING_HERE``."""
-    if not on_this_rank(param).numel():
+    """Return the dtype of this rank's gradient as an index of ``_DTYPES``, or ``_NO_GRADIENT`` or ``_NOTHING_HERE``.
+
+    A parameter without elements has nothing on any rank. Its gradient counts, so that it gets state, as torch expects.
+    """
+    if param.numel() and not on_this_rank(param).numel():
         return _NOTHING_HERE
     return _NO_GRADIENT if param.grad is None else _DTYPES.index(param.grad.dtype)
 

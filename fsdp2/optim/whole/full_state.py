@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2._torch.tensors import inner_tensors
 from fsdp2.comm.collectives import exchange_objects
 from fsdp2.engine.index import param_of
+from fsdp2.optim.alike import is_counter
 from fsdp2.optim.leaves import map_leaves, take_apart
 from fsdp2.optim.whole.exchange import Layout
 from fsdp2.optim.whole.owners import Route
@@ -138,7 +139,7 @@ def _describe(entry: Any, owned: Owned) -> Any:
     def leaf(key: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        single = value.numel() == 1 and (key == "step" or tuple(value.shape) != owned.route.shape)
+        single = value.numel() == 1 and (is_counter(key) or tuple(value.shape) != owned.route.shape)
         return value.cpu() if single else _Leaf(tuple(value.shape), value.dtype, _kind_of(value))
 
     if isinstance(entry, dict):

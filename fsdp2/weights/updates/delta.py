@@ -10,13 +10,13 @@ from enum import IntEnum
 
 import torch
 
+from fsdp2.comm.pieces import INTEGERS
 from fsdp2.sharding.packing import align
 
 __all__ = ["Form", "bits", "changed", "counted", "decode", "encode", "nbytes_of", "reachable", "smallest"]
 
 _FARTHEST = 65_535
 """The largest step between two changed elements: what 16 bits hold."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Form(IntEnum):
@@ -30,7 +30,7 @@ class Form(IntEnum):
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of ``tensor`` as integers of its size."""
-    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
+    return tensor.view(INTEGERS[tensor.dtype.itemsize])
 
 
 def changed(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,10 @@ from fsdp2.comm.pieces import copy_all
 from fsdp2.comm.streams import ComputeLane, Lane
 from fsdp2.optim.whole.owners import Route
 from fsdp2.optim.whole.ownership import Among
-from fsdp2.sharding.boxes import Box, narrow, numel
+from fsdp2.sharding.boxes import Box, narrow, numel, within
 from fsdp2.sharding.packing import align
 
 __all__ = ["Arriving", "Layout"]
-
-_ALIGN_BYTES = 16  # every dtype can be viewed at such an offset, and copies are fast
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Layout:
             start = end
             for index, box in of_rank:
                 slots.append(_Slot(index, box, end))
-                end += align(numel(box) * self.dtypes[index].itemsize, _ALIGN_BYTES)
+                end += align(numel(box) * self.dtypes[index].itemsize)
             sizes.append(end - start)
         return slots, sizes
 
@@ -155,4 +153,4 @@ class Arriving:
 def _part(tensor: torch.Tensor | None, box: Box, origin: Box) -> torch.Tensor:
     """Return the view of ``box`` in ``tensor``, which is the part ``origin`` of the whole tensor."""
     assert tensor is not None
-    return narrow(tensor, tuple((start - first, length) for (start, length), (first, _) in zip(box, origin)))
+    return narrow(tensor, within(box, origin))

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp2.sharding.boxes import Box, numel, whole
+from fsdp2.sharding.boxes import Box, cut, numel, whole
 from fsdp2.sharding.mesh import listed_ranks
 from fsdp2.sharding.spec import cut_dim, on_this_rank
 
@@ -121,15 +121,11 @@ def boxes_of(param: DTensor, where: str) -> tuple[Box, ...]:
 def _box(
     shape: tuple[int, ...], placements: Sequence[Placement], sizes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> Box:
-    box = list(whole(shape))
+    box = whole(shape)
     # A strided dimension is applied last: it cuts the pieces of the other mesh dimensions, wherever it is in the mesh.
     for i in sorted(range(len(sizes)), key=lambda i: type(placements[i]) is not Shard):
-        if (dim := cut_dim(placements[i])) is not None:
-            start, size = box[dim]
-            chunk = -(-size // sizes[i])
-            first = min(coordinate[i] * chunk, size)
-            box[dim] = (start + first, min(chunk, size - first))
-    return tuple(box)
+        box = cut(box, cut_dim(placements[i]), sizes[i], coordinate[i])
+    return box
 
 
 def default_cost(param: torch.Tensor) -> float:

@@ -20,7 +20,7 @@ from fsdp2._torch.collectives import named_group
 from fsdp2._torch.tensors import concatenate_meshes, flatten_mesh, mesh_order, without_dispatch
 from fsdp2._warn import warn
 from fsdp2.policies import DataParallelMeshDims
-from fsdp2.sharding.platform import platform
+from fsdp2.sharding.platform import device_of, platform
 
 __all__ = [
     "Axis",
@@ -361,10 +361,8 @@ def _submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
     try:
-        return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+        return device_of(mesh.device_type)
     except (AssertionError, RuntimeError) as error:
         raise ValueError(
             f"fully_shard: the mesh {mesh} is for {mesh.device_type}, which this process cannot use ({error}); pass a "

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Platform", "platform", "simulated", "using"]
+__all__ = ["Platform", "device_of", "platform", "simulated", "using"]
+
+
+def device_of(kind: str) -> torch.device:
+    """Return this process's device of a kind such as "cuda"."""
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _streams_of_torch(device: torch.device) -> Any:

@@ -15,17 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.comm.collectives import all_reduce, all_to_all_uneven, broadcast, exchange_objects, share_bytes
 from fsdp2.sharding.mesh import Axis, own_group
+from fsdp2.sharding.platform import device_of
 
-__all__ = ["Ranks", "device_of"]
+__all__ = ["Ranks"]
 
 _KINDS = (FileNotFoundError, ImportError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError)
-
-
-def device_of(kind: str) -> torch.device:
-    """Return this process's device of a kind such as "cuda"."""
-    if kind == "cpu":
-        return torch.device(kind)
-    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 @dataclass(frozen=True)

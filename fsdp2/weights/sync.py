@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from fsdp2.sharding.boxes import Box, beyond, whole
+from fsdp2.sharding.platform import device_of
 from fsdp2.weights.buckets import Entry, Part
 from fsdp2.weights.matching import partly_loaded
 from fsdp2.weights.materialize import materialize
-from fsdp2.weights.ranks import Ranks, device_of
+from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Place, ranks_of, select
 from fsdp2.weights.transfer import bucket_bytes, transfer
 

@@ -27,6 +27,7 @@ from fsdp2.optim.whole.owners import (
 from fsdp2.optim.whole.stacks import Stacks
 from fsdp2.sharding.boxes import Box, numel, whole
 from fsdp2.sharding.mesh import Axis, own_group
+from fsdp2.sharding.platform import device_of
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["Among", "Owned", "Ownership", "RankSet"]
@@ -136,7 +137,7 @@ class RankSet:
         self.ranks, self.params = circle.ranks, params
         device_type = params[0].device_mesh.device_type
         self.axis = _axis(self.ranks, device_type)
-        self.device = _device(device_type)
+        self.device = device_of(device_type)
         self.copy, self.part = self._among(circle.copy), self._among(circle.part)
         """The ranks that have this rank's copy, and those of them with which it exchanges pieces in a step."""
         self.owned: list[Owned] = []
@@ -312,9 +313,3 @@ def _axis(ranks: tuple[int, ...], device_type: str) -> Axis:
     if ranks not in groups:
         groups[ranks] = own_group(ranks, "owners")
     return Axis.of_group(groups[ranks], device_type)
-
-
-def _device(device_type: str) -> torch.device:
-    if device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(device_type, torch.accelerator.current_device_index())

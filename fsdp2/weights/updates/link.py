@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from fsdp2._torch.collectives import group_on_store
 from fsdp2.comm.collectives import broadcast, gather_bytes, share_bytes
 from fsdp2.sharding.mesh import Axis
+from fsdp2.sharding.platform import device_of
 from fsdp2.weights.updates.bucket import Update, WeightBucket, from_plain, to_plain
 
 __all__ = ["At", "FromGroup", "Link", "ToFunction", "ToGroup", "weight_sync_group"]
@@ -70,7 +71,7 @@ class _InGroup:
         on_cpu = accelerator is None or config in ("gloo", "mpi", "fake") or f"{accelerator.type}:gloo" in config
         kind = "cpu" if on_cpu or accelerator is None else accelerator.type
         self.axis = Axis.of_group(group, kind)
-        self.device = torch.device(kind) if kind == "cpu" else torch.device(kind, _current(kind))
+        self.device = device_of(kind)
         self.source = 0
 
     def gather(self, value: Any) -> list[Any]:
@@ -104,11 +105,6 @@ class _InGroup:
         """Return the sender's next message."""
         kind, value = json.loads(share_bytes(b"", self.axis, self.source, self.device))
         return kind, value
-
-
-def _current(kind: str) -> int:
-    index: int = torch.get_device_module(kind).current_device()
-    return index
 
 
 class ToGroup(Link):

@@ -22,7 +22,7 @@ from fsdp2.comm.pieces import part_of
 from fsdp2.comm.staging import Staging, has_host, host_memory
 from fsdp2.optim.alike import is_counter, shown_state
 from fsdp2.optim.leaves import take_apart
-from fsdp2.sharding.packing import align
+from fsdp2.sharding.packing import align, in_buckets
 from fsdp2.sharding.spec import dense_strides, dtensor_like, on_this_rank
 
 __all__ = ["HOST_STATE", "HostState"]
@@ -199,7 +199,7 @@ class HostState:
             tree = _Tree(entry)
             if held is None or not self._take_in(param, held, entry, tree):
                 new.append((param, tree, loaded or held is not None))
-        for some in self._in_buckets(new, lambda item: sum(map(_nbytes, item[1].leaves))):
+        for some in in_buckets(new, lambda item: sum(map(_nbytes, item[1].leaves)), self._bucket_bytes):
             self._move(some, state)
         self._wait_for_moves()
 
@@ -299,21 +299,9 @@ class HostState:
                 stays.append(param)
             else:
                 new.append(param)
-        found = [stays, *self._in_buckets(new, lambda param: _MOMENTS * on_this_rank(param).nbytes)]
-        found += by_segment.values()
+        buckets = in_buckets(new, lambda param: _MOMENTS * on_this_rank(param).nbytes, self._bucket_bytes)
+        found = [stays, *buckets, *by_segment.values()]
         return [turn for turn in found if turn and not (skip and all(param.grad is None for param in turn))]
-
-    def _in_buckets(self, items: Iterable[Any], nbytes: Callable[[Any], int]) -> list[list[Any]]:
-        buckets: list[list[Any]] = []
-        total = 0
-        for item in items:
-            size = nbytes(item)
-            if not buckets or total + size > self._bucket_bytes:
-                buckets.append([])
-                total = 0
-            buckets[-1].append(item)
-            total += size
-        return buckets
 
     def begin(self, turns: Iterable[Sequence[torch.Tensor]]) -> None:
         """Start a step that lends the state of these parameters, in this order."""

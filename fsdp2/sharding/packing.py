@@ -9,9 +9,10 @@ parameters, each of them contiguous. In the shard and wire buffers, pieces that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
@@ -28,6 +29,7 @@ __all__ = [
     "RowPlan",
     "TransferSizes",
     "align",
+    "in_buckets",
     "plan_chunks",
     "plan_flat",
     "reduced_in_place",
@@ -164,6 +166,24 @@ class FlatPlan:
 def align(value: int, multiple: int = ALIGN_BYTES) -> int:
     """Return the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
+
+
+_T = TypeVar("_T")
+
+
+def in_buckets(items: Iterable[_T], nbytes: Callable[[_T], int], limit: int) -> Iterator[list[_T]]:
+    """Yield ``items``, in their order, in lists of up to ``limit`` bytes; a larger item has a list of its own."""
+    bucket: list[_T] = []
+    total = 0
+    for item in items:
+        size = nbytes(item)
+        if bucket and total + size > limit:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(item)
+        total += size
+    if bucket:
+        yield bucket
 
 
 def _slot_numel(item: PlannedParam) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -21,6 +22,7 @@ from fsdp2.optim.whole.owners import Route
 from fsdp2.optim.whole.ownership import Owned, Ownership, RankSet
 from fsdp2.optim.whole.stacks import Stacks
 from fsdp2.sharding.boxes import whole
+from fsdp2.sharding.packing import in_buckets
 from fsdp2.sharding.spec import dtensor_like, on_this_rank, placed_alike
 
 __all__ = ["OwnedState", "keep_owned", "names_in", "shown_at_holders"]
@@ -93,6 +95,11 @@ class _Leaf:
     dtype: torch.dtype
     kind: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 _Found = dict[tuple[Any, int], torch.Tensor]
 """What this rank gets of the state, by parameter and leaf."""
@@ -122,7 +129,7 @@ def shown_at_holders(state: Mapping[Any, Any], ownership: Ownership) -> defaultd
                 if isinstance(leaf, _Leaf) and leaf.kind:
                     _refuse(leaf.kind, ranks.owned[i].param)
         found: _Found = {}
-        for pieces in _pieces(described, ranks):
+        for pieces in in_buckets(_pieces(described, ranks), lambda piece: piece[3].nbytes, _BUCKET_BYTES):
             _receive(pieces, state, ranks, found)
         by_param: defaultdict[Any, list[int]] = defaultdict(list)
         for i in sorted(described):
@@ -163,35 +170,14 @@ def _refuse(kind: str, param: Any) -> NoReturn:
 _Piece = tuple[int, int, Route, _Leaf]  # index of the parameter, index of the leaf, route, description
 
 
-def _pieces(described: Mapping[int, Any], ranks: RankSet) -> Iterator[list[_Piece]]:
-    """Yield buckets of bounded size with all tensors to send, in order."""
-    return _in_buckets(_sized_pieces(described, ranks))
-
-
-def _sized_pieces(described: Mapping[int, Any], ranks: RankSet) -> Iterator[tuple[_Piece, int]]:
+def _pieces(described: Mapping[int, Any], ranks: RankSet) -> Iterator[_Piece]:
+    """Yield all tensors to send, in order."""
     for i in sorted(described):
         route = ranks.owned[i].route
         for k, leaf in enumerate(take_apart(described[i])[0]):
             if isinstance(leaf, _Leaf):
                 way = route if leaf.shape == route.shape else route.everywhere(leaf.shape)
-                yield (i, k, way, leaf), torch.Size(leaf.shape).numel() * leaf.dtype.itemsize
-
-
-_T = TypeVar("_T")
-
-
-def _in_buckets(entries: Iterable[tuple[_T, int]]) -> Iterator[list[_T]]:
-    """Yield ``entries``, given with their bytes, in lists of up to 64 MiB or of one entry."""
-    bucket: list[_T] = []
-    total = 0
-    for entry, nbytes in entries:
-        if bucket and total + nbytes > _BUCKET_BYTES:
-            yield bucket
-            bucket, total = [], 0
-        bucket.append(entry)
-        total += nbytes
-    if bucket:
-        yield bucket
+                yield i, k, way, leaf
 
 
 def _receive(pieces: list[_Piece], state: Mapping[Any, Any], ranks: RankSet, found: _Found) -> None:
@@ -227,6 +213,9 @@ def _shown(leaf: Any, owned: Owned, tensor: torch.Tensor | None) -> Any:
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
+_OnShards = tuple[Owned, list[Any], int]  # what is owned, the leaves of its state, the index of a leaf on shards
+
+
 @torch.no_grad()
 def keep_owned(state: Mapping[Any, Any], ownership: Ownership) -> OwnedState:
     """Return ``state``, an optimizer's state on DTensors, as whole tensors on the owners. Every rank must call this.
@@ -242,7 +231,7 @@ def keep_owned(state: Mapping[Any, Any], ownership: Ownership) -> OwnedState:
         leaves_of = {param: [_whole_unless_cut(leaf, param) for leaf in leaves] for param, (leaves, _) in known.items()}
         kept.names.update({param: names_in(state[param]) for param in known})
         taken: list[tuple[Owned, list[Any]]] = []
-        cut: list[tuple[tuple[Owned, list[Any], int], int]] = []
+        cut: list[_OnShards] = []
         for owned in ranks.owned:
             if owned.param not in known:
                 continue
@@ -250,10 +239,10 @@ def keep_owned(state: Mapping[Any, Any], ownership: Ownership) -> OwnedState:
             taken.append((owned, leaves))
             for k, leaf in enumerate(leaves):
                 if isinstance(leaf, DTensor):
-                    cut.append(((owned, leaves, k), owned.numel * leaf.dtype.itemsize))
+                    cut.append((owned, leaves, k))
                 elif owned.index is not None:
                     leaves[k] = Stacks.cut_state(leaf, owned.index)
-        for bucket in _in_buckets(cut):
+        for bucket in in_buckets(cut, lambda one: one[0].numel * one[1][one[2]].dtype.itemsize, _BUCKET_BYTES):
             _send_to_owners(bucket, ranks)
         kept.update({owned.key: known[owned.param][1](leaves) for owned, leaves in taken if owned.mine})
     return kept
@@ -273,7 +262,7 @@ def names_in(entry: Any) -> list[Any]:
     return list(entry) if isinstance(entry, dict) else []
 
 
-def _send_to_owners(pieces: list[tuple[Owned, list[Any], int]], ranks: RankSet) -> None:
+def _send_to_owners(pieces: list[_OnShards], ranks: RankSet) -> None:
     """Replace leaves that are sharded like their parameters by whole tensors on the owners, by None elsewhere."""
     dtypes = [leaves[k].dtype for _, leaves, k in pieces]
     layout = Layout([owned.route for owned, _, _ in pieces], dtypes, ranks.copy, ranks.device, to_owner=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from fsdp2.sharding.boxes import narrow, numel
-from fsdp2.sharding.packing import align
+from fsdp2.sharding.packing import align, in_buckets
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.updates.bucket import Part, Update, WeightBucket, whole_part
 from fsdp2.weights.updates.delta import Form, changed, counted, encode, nbytes_of, smallest
-from fsdp2.weights.updates.plan import Plan, packed
+from fsdp2.weights.updates.plan import Plan
 
 __all__ = ["Collector", "Forms"]
 
@@ -74,7 +74,7 @@ class Collector:
         with self.ranks.agreed():
             buffer = torch.empty(end if self.ranks.first else 0, dtype=torch.uint8, device=self.ranks.device)
         sizes = self.sizes(forms)
-        for step in packed(targets, sizes.__getitem__, sum(sizes[target] for target in targets) // _STEPS):
+        for step in in_buckets(targets, sizes.__getitem__, sum(sizes[target] for target in targets) // _STEPS):
             received, parts = self._gather(forms, step)
             for part in parts if self.ranks.first else ():
                 entry, at = update.entries[part.tensor], whole[part.tensor].offset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Place, select
 from fsdp2.weights.updates.mapping import Target, targets_of
 
-__all__ = ["Piece", "Plan", "held", "make_plan", "packed"]
+__all__ = ["Piece", "Plan", "held", "make_plan"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,16 +137,3 @@ def _pieces(targets: Sequence[Target], found: Sequence[Offered]) -> list[Piece]:
             if place is not None and common is not None:
                 pieces.append(Piece(number, common[1], place, common[0], target.entry.dtype))
     return pieces
-
-
-def packed(numbers: Sequence[int], size: Callable[[int], int], limit: int) -> list[list[int]]:
-    """Return ``numbers`` in lists of up to ``limit`` bytes each; a larger one has a list of its own."""
-    lists: list[list[int]] = []
-    used = 0
-    for number in numbers:
-        if not lists or used + size(number) > limit:
-            lists.append([])
-            used = 0
-        lists[-1].append(number)
-        used += size(number)
-    return lists

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2._naming import class_name
+from fsdp2.sharding.packing import in_buckets
 from fsdp2.weights.offers import Mine
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import ranks_of
@@ -19,7 +20,7 @@ from fsdp2.weights.updates.bucket import Update, WeightBucket
 from fsdp2.weights.updates.collect import Collector
 from fsdp2.weights.updates.link import Link, ToFunction, ToGroup
 from fsdp2.weights.updates.mapping import Dtypes, Names, checked_dtypes, checked_names
-from fsdp2.weights.updates.plan import held, make_plan, packed
+from fsdp2.weights.updates.plan import held, make_plan
 
 __all__ = ["SentWeights", "WeightSender"]
 
@@ -167,7 +168,7 @@ class WeightSender:
             make = collector.changes
         sizes = collector.sizes(forms)
         sent = [target for target, size in enumerate(sizes) if size or base is None]
-        buckets = packed(sent, sizes.__getitem__, self._limit)
+        buckets = [*in_buckets(sent, sizes.__getitem__, self._limit)]
         self._count += bool(buckets)  # without a bucket, a receiver behind a function would not learn of a version
         version = self._count if base is None or buckets else base
         names, entries = tuple(target.name for target in plan.targets), tuple(target.entry for target in plan.targets)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -114,19 +114,24 @@ class Ranks:
         return math.prod(axis.size for axis, _ in self.lines)
 
     def share(self, value: Any) -> Any:
-        """Return the first rank's ``value`` on every rank.
+        """Return the first rank's ``value`` on every rank; tensors in it arrive on the CPU.
+
+        ``pickle`` alone would bring those of a GPU to that of the first rank, and has none of some dtypes.
 
         Raises:
             Exception: The first rank cannot pickle it, or another cannot unpickle it. Every rank raises the error.
         """
         if not self.lines:
             return value
+        file = io.BytesIO()
         with self.agreed():
-            data = pickle.dumps(value) if self.first else b""
+            if self.first:
+                torch.save(value, file)
+        data = file.getvalue()
         for axis, source in self.lines:
             data = share_bytes(data, axis, source, self.device)
         with self.agreed():
-            received = pickle.loads(data) if data and not self.first else value
+            received = value if self.first else torch.load(io.BytesIO(data), "cpu", weights_only=False)
         return received
 
     def gather(self, value: Any) -> list[Any]:

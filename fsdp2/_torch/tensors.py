@@ -147,9 +147,9 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(meshes)
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return a 1D mesh over all ranks of ``mesh``, for data parallelism over several of its dimensions."""
-    return mesh._flatten(name)
+    return mesh._flatten()
 
 
 def mesh_order(mesh: DeviceMesh) -> dict[str, Any]:

@@ -83,12 +83,11 @@ class Installation:
             self.set(module, "FSDPParamGroup", FSDPParamGroup)
 
     def undo(self) -> None:
-        """Restore all names, the latest first, except those that other code has replaced since."""
+        """Restore all names, except those that other code has replaced since."""
         self._helpers.stop()
-        for module, name, before, value in reversed(self._undo):
+        for module, name, before, value in self._undo:
             if getattr(module, name, None) is value:
                 setattr(module, name, before)
-        self._undo.clear()
         self._restore_imported()
 
     def _restore_imported(self) -> None:

@@ -244,7 +244,7 @@ class DataParallelMesh:
             return self._from_named(self.spmd, DataParallelMeshDims(replicate=own))
         line = self.mesh
         if line.ndim == 2:
-            line = flatten_mesh(line, "_".join(line.mesh_dim_names or ()))
+            line = flatten_mesh(line)
         return replace(self, shard=_ABSENT, replicate=Axis.of(line, 0), sharded_twice=None)
 
     def over_replicas(self) -> DataParallelMesh:
@@ -357,7 +357,7 @@ def _warn_of_other_names(mesh: DeviceMesh) -> None:
 
 
 def _submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[tuple(names)], "_".join(names))
+    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[tuple(names)])
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

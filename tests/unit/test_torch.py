@@ -97,7 +97,7 @@ def test_phases_residencies_and_places_have_names() -> None:
 @probes("concatenate_meshes", "flatten_mesh")
 def test_meshes_are_put_together_and_flattened() -> None:
     with fake_mesh(2, 2, 2, names=("dp", "cp", "tp"), rank=5) as mesh:
-        flat = _torch.flatten_mesh(mesh["dp", "cp"], "dp_cp")
+        flat = _torch.flatten_mesh(mesh["dp", "cp"])
         assert flat.mesh.tolist() == [1, 3, 5, 7] and flat.get_group().size() == 4
         both = _torch.concatenate_meshes([flat, mesh["tp"]])
         assert both.mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]] and both.get_coordinate() == (2, 1)

@@ -149,7 +149,6 @@ class ToGroup(Link):
     def abort(self, problem: BaseException) -> None:
         """Tell receivers that the rest of the update does not come, if they wait for it."""
         if self._heard:
-            self._heard = False
             self._group.say("abort", f"{type(problem).__name__}: {problem}")
 
 

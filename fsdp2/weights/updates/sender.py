@@ -176,7 +176,6 @@ class WeightSender:
         nbytes = 0
         with ranks.agreed():
             link.begin(update)
-        self._version = None  # until all is sent
         for number, targets in enumerate(buckets):
             bucket = make(forms, targets, update, number)
             with ranks.agreed():

@@ -145,15 +145,21 @@ def test_torchs_search_for_the_modules_of_a_unit(rank, world):
         api.theirs.fully_shard(nn.Sequential(module), mesh=mesh_1d())
 
 
-def test_blocks_may_be_nested():
-    """A library that installs for a block of its own ended the installation of the program around it."""
+def test_blocks_may_be_nested(caplog):
+    """A library that installs for a block of its own ended the installation of the program around it.
+
+    The log says once what is replaced.
+    """
     home = importlib.import_module(PLACES[0])
     before = home.fully_shard
+    caplog.set_level("INFO", "fsdp2")
     with fsdp2.install():
         with fsdp2.install():
             pass
         assert home.fully_shard is fsdp2.fully_shard
     assert home.fully_shard is before
+    (said,) = (message for message in caplog.messages if message.startswith("fsdp2 replaced"))
+    assert f"{PLACES[0]}.fully_shard" in said
     fsdp2.install()
     with fsdp2.install():
         pass

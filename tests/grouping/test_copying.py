@@ -177,6 +177,18 @@ def test_a_shallow_copy_of_a_model(rank, world):
 
 
 @on_ranks(2)
+def test_a_model_that_is_copied_behind_its_optimizer(rank, world):
+    """The copy of the optimizer made the parameters, and DTensors are copied with their gradients. Those of a copied
+    model have none."""
+    module = sharded(lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(torch.ones(2, 8)).sum().backward()
+    copied, clone = copy.deepcopy((optimizer, module))
+    assert copied.param_groups[0]["params"] == [*clone.parameters()]
+    assert all(parameter.grad is None for parameter in clone.parameters())
+
+
+@on_ranks(2)
 def test_a_shallow_copy_of_a_unit(rank, world):
     """The copy shares parameters and gathers with the unit, and its forward ends what it began."""
     module = sharded(lambda: stack(layers=2), reshard_after_forward=True)

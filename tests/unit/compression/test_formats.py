@@ -190,12 +190,29 @@ def test_fewer_elements_than_whole_blocks_are_decoded_to_where_they_belong(kind:
         assert torch.equal(full[:, :numel], out[:, :numel].to(dtype)) and not full[:, numel:].any()
 
 
+def test_a_rank_may_have_nothing_behind_the_last_block() -> None:
+    values, form = random_values(), BlockFormat(torch.int8, BLOCK)
+    sent, _ = coded(values, form)
+    form.decode(sent, values.shape[1], nothing := torch.empty(3, 0), first=values.shape[1])
+    assert not nothing.numel()
+
+
 @pytest.mark.parametrize("numel", [64, formats._CPU_PIECE])
 def test_noise_reads_its_table_to_the_end(numel: int, monkeypatch) -> None:
     """Also for the largest piece that is rounded at once."""
     noise = Noise(1)
     monkeypatch.setattr(noise._offsets, "randrange", lambda stop: stop - 1)
     assert torch.equal(noise(torch.empty(numel)), noise._table[-numel:])
+
+
+def test_noise_makes_new_tables() -> None:
+    """Each is read so often, and then another one is made, by the same generators."""
+    noise, like, tables = Noise(1), torch.empty(64), []
+    for _ in range(2):
+        for _ in range(formats._READS):
+            noise(like)
+        tables.append(noise._table)
+    assert not torch.equal(*tables)
 
 
 def test_noise_for_more_than_the_table_has() -> None:

@@ -187,6 +187,8 @@ def test_a_function_that_loads(rank, world, delta):
             assert all(torch.equal(tensor, expected[name]) for name, tensor in engine.items())
             assert (engine.keys() == expected.keys()) == (not delta or step == 0)
             assert len(receiver.tensors) == (len(expected) if delta else 0)
+    WeightSender(module, bucket_mb=1e-4).send(receiver.apply)
+    assert not receiver.tensors
 
 
 @on_ranks(2)

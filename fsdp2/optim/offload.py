@@ -6,7 +6,6 @@ copied to the device, and that of the one before back to the host.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -17,8 +16,7 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.hooks import outside_dynamo
-from fsdp2._torch.optimizers import carry_attribute, note_step
+from fsdp2._torch.optimizers import carry_attribute
 from fsdp2.autograd.hooks import around_loading_once
 from fsdp2.comm.streams import ComputeLane
 from fsdp2.engine.param import lend_gradient
@@ -26,7 +24,7 @@ from fsdp2.optim.alike import STEPS_ON_WHOLE, is_counter, local_gradient
 from fsdp2.optim.host_state import HOST_STATE, HostState
 from fsdp2.optim.local.local_step import is_known_elementwise, refuse_not_elementwise, use_local_shards
 from fsdp2.optim.local.proxies import proxy_of
-from fsdp2.optim.partial import PartialGroups, step_of
+from fsdp2.optim.partial import PartialGroups, replace_step, step_of
 from fsdp2.optim.prebuilt import repair
 from fsdp2.sharding.spec import on_this_rank
 
@@ -141,17 +139,9 @@ class _Offloaded:
 
     def take_over(self) -> None:
         """Replace the methods, and move the state that there is."""
-        optimizer, before = self._optimizer, self._optimizer.step
-
-        @functools.wraps(before)  # schedulers mark the step that they have wrapped
-        def step(self_: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            noted(self_)
-            return hooked(self_, *args, **kwargs)
-
-        noted = outside_dynamo(note_step)  # it sets an attribute, which Dynamo of torch 2.11 cannot trace
-        hooked = optim.Optimizer.profile_hook_step(outside_dynamo(self._step))
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one alone
-        optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]  # likewise
+        optimizer = self._optimizer
+        replace_step(optimizer, self._step)
+        optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]  # of this one alone
         self._settle(loaded=True)
 
     def _params(self) -> list[torch.Tensor]:

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["PartialGroups", "step_of"]
+from fsdp2._torch.hooks import outside_dynamo
+from fsdp2._torch.optimizers import note_step
+
+__all__ = ["PartialGroups", "replace_step", "step_of"]
+
+
+def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+    """Let ``optimizer.step`` call ``step(optimizer, ...)`` and the hooks of the optimizer, outside of Dynamo.
+
+    A scheduler that was built before finds its mark on the step, and that the optimizer steps.
+    """
+    noted = outside_dynamo(note_step)  # it sets an attribute, which Dynamo of torch 2.11 cannot trace
+    hooked = torch.optim.Optimizer.profile_hook_step(outside_dynamo(step))
+
+    @functools.wraps(optimizer.step)  # schedulers mark the step that they have wrapped
+    def replaced(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        noted(self)
+        return hooked(self, *args, **kwargs)
+
+    optimizer.step = types.MethodType(replaced, optimizer)  # type: ignore[method-assign]  # of this one alone
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Any:

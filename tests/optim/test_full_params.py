@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -567,16 +568,20 @@ def test_a_gradient_scaler(rank, world):
 
 
 @on_ranks(2)
-def test_what_a_training_loop_does_with_an_optimizer(rank, world):
-    """Groups, schedules, hooks, zero_grad and counts in a group work as before, and hooks run once a step."""
+@pytest.mark.parametrize("scheduled", ["before", "after"])
+def test_what_a_training_loop_does_with_an_optimizer(rank, world, scheduled):
+    """Groups, schedules, hooks, zero_grad and counts in a group work as before, and hooks run once a step. A scheduler
+    from before the call warned that its optimizer's step was replaced, and asked to call it first."""
     module, reference = shard(stack(), mesh_1d()), stack()
     both = []
     for model in (module, reference):
         params = list(model.parameters())
         optimizer = Shampoo(params[:3], lr=0.02)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         if model is module:
             fsdp2.use_full_params(optimizer, bucket_mb=0.0005)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        if scheduled == "after":
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         both.append((optimizer, schedule, params))
     calls: list[str] = []
     both[0][0].register_step_pre_hook(lambda *unused: calls.append("before"))
@@ -587,7 +592,9 @@ def test_what_a_training_loop_does_with_an_optimizer(rank, world):
             if step == 2:
                 optimizer.add_param_group({"params": params[3:], "lr": 0.1})
             optimizer.step()
-            schedule.step()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", ".*lr_scheduler")
+                schedule.step()
             optimizer.zero_grad()
         assert all(p.grad is None for group in both[0][0].param_groups for p in group["params"])
         assert_equal(module.parameters(), reference.parameters())

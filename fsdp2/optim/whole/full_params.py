@@ -19,13 +19,12 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.comm.collectives import exchange_objects, max_over_ranks
 from fsdp2.comm.streams import Lane
 from fsdp2.engine.param import lend_gradient, parameter_like
 from fsdp2.optim.alike import STEPS_ON_LOCAL, STEPS_ON_WHOLE, local_gradient
 from fsdp2.optim.host_state import HOST_STATE, HostState
-from fsdp2.optim.partial import PartialGroups, step_of
+from fsdp2.optim.partial import PartialGroups, replace_step, step_of
 from fsdp2.optim.prebuilt import repair
 from fsdp2.optim.whole.early import EarlyGradients
 from fsdp2.optim.whole.exchange import Arriving, Layout
@@ -218,9 +217,8 @@ class _FullParams:
     def take_over(self) -> None:
         """Replace the optimizer's ``step``, ``state_dict`` and ``load_state_dict``."""
         optimizer = self._optimizer
-        step = optim.Optimizer.profile_hook_step(outside_dynamo(self._step))
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # of this one alone
-        optimizer.state_dict = types.MethodType(self._state_dict, optimizer)  # type: ignore[method-assign]  # likewise
+        replace_step(optimizer, self._step)
+        optimizer.state_dict = types.MethodType(self._state_dict, optimizer)  # type: ignore[method-assign]  # of this one alone
         optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]  # likewise
         # copy.deepcopy calls it too. A copy would have neither this step nor the state of other owners.
         optimizer.__reduce_ex__ = types.MethodType(_refuse_copying, optimizer)  # type: ignore[method-assign]  # likewise

@@ -38,12 +38,12 @@ class Branches(nn.Module):
         return x + self.c(x) if use_c else x
 
 
-def sharded(seed: int = 0) -> Branches:
-    """The model with three units and a root."""
+def sharded(seed: int = 0, *, biases: bool = True) -> Branches:
+    """The model with three units and a root; with ``biases`` False, these are whole on every rank."""
     torch.manual_seed(seed)
     model = Branches()
     for unit in (model.a, model.b, model.c):
-        fsdp2.fully_shard(unit)
+        fsdp2.fully_shard(unit, replicated_params=None if biases else {unit.bias})
     return fsdp2.fully_shard(model)
 
 
@@ -84,9 +84,9 @@ def no_gradient(rank: int, world: int, *, accumulates: bool = False) -> None:
             train(model)
 
 
-def evaluates(rank: int, world: int) -> None:
+def evaluates(rank: int, world: int, *, biases: bool = True) -> None:
     """The last rank evaluates where the others train."""
-    model = sharded()
+    model = sharded(biases=biases)
     for _ in range(2):
         train(model)
     with torch.set_grad_enabled(rank != world - 1):
@@ -94,6 +94,11 @@ def evaluates(rank: int, world: int) -> None:
     if rank != world - 1:
         loss.backward()
     train(model)
+
+
+def evaluates_with_replicated(rank: int, world: int) -> None:
+    """The same where some parameters need no gather: the others do, so no rank can evaluate alone."""
+    evaluates(rank, world, biases=False)
 
 
 def stops_early(rank: int, world: int) -> None:
@@ -145,6 +150,7 @@ APART = {
     no_gradient: "model.b",
     another_is_marked: "model.b",
     evaluates: "",
+    evaluates_with_replicated: "",
     stops_early: "",
     synchronizes_at_first: "",
     synchronizes_later: "",

@@ -100,9 +100,9 @@ def piece_pairs(full: torch.Tensor, rows: torch.Tensor, layout: ShardLayout) -> 
     """
     if not layout.numel:
         return []
-    assert layout.dim is not None
     if layout.rank_major and layout.even and full.stride() == layout.stride:
         return [(full.as_strided(rows.shape, (layout.slot_numel, 1)), rows)]  # the same with fewer views
+    assert layout.dim is not None
     order, chunk = layout.memory_order, layout.chunk
     position = order.index(layout.dim)
     whole, rest = divmod(layout.shape[layout.dim], chunk)
@@ -119,8 +119,9 @@ def piece_pairs(full: torch.Tensor, rows: torch.Tensor, layout: ShardLayout) -> 
 
 def zero_gaps(rows: torch.Tensor, layout: ShardLayout) -> None:
     """Zero the padding of ``rows`` (ranks, slot): behind a shorter piece, and the rows of ranks without a piece."""
-    if layout.dim is None or layout.even or not layout.numel:
+    if layout.even or not layout.numel:
         return
+    assert layout.dim is not None
     whole, rest = divmod(layout.shape[layout.dim], layout.chunk)
     if rest:
         rows[whole, layout.shard_numel(whole) :].zero_()

@@ -194,12 +194,8 @@ def pack_gradients(grads: list[torch.Tensor], row: RowPlan, rows: torch.Tensor) 
     sources: list[torch.Tensor] = []
     for grad, layout, offset in zip(grads, row.layouts, row.offsets):
         slot_rows = table[:, offset : offset + layout.slot_numel]
-        if layout.dim is None:  # every rank keeps it whole, so every rank's row has the whole gradient
-            pairs = [(grad.reshape(1, -1).expand(ranks, -1), slot_rows)]
-        else:
-            pairs = piece_pairs(grad, slot_rows, layout)
-            zero_gaps(slot_rows, layout)
-        for piece, slot in pairs:
+        zero_gaps(slot_rows, layout)
+        for piece, slot in piece_pairs(grad, slot_rows, layout):
             targets.append(slot)
             sources.append(piece)
     copy_all(targets, sources)

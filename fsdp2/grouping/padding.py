@@ -89,8 +89,7 @@ def _bytes(group: FSDPParamGroup) -> tuple[int, int]:
             parts * _held([replace(item, layout=item.layout.within(rank, parts), form=None) for item in items], group)
             for rank in range(ranks)
         )
-    every = ranks * parts
-    own = sum(item.layout.numel * item.dtype.itemsize * (every if item.layout.dim is None else 1) for item in items)
+    own = sum(item.layout.numel * item.dtype.itemsize for item in items)
     return own, held - own
 
 
@@ -101,7 +100,7 @@ def _held(items: list[PlannedParam], group: FSDPParamGroup) -> int:
 
 def _share(layout: ShardLayout, parts: int) -> float:
     """Return the padding of uneven pieces as a share of the parameter."""
-    return _padding(layout, parts) / layout.numel if layout.dim is not None and layout.numel else 0.0
+    return _padding(layout, parts) / layout.numel if layout.numel else 0.0
 
 
 def _padding(layout: ShardLayout, parts: int) -> int:

@@ -83,7 +83,9 @@ def place(
                 "fully_shard with its sharding. Register it before fully_shard, or create it from full values"
             )
         return _check_piece(Placed(found, spec, mesh, policy, cut=True))
-    mesh = mesh.replicated() if whole else mesh
+    # All ranks hold a scalar. In a reduce-scatter each would sum its copy's gradient in another order than the others,
+    # and the copies would drift apart.
+    mesh = mesh.replicated() if whole or not found.param.ndim else mesh
     if mesh.has_portions and has_extension(_plain(found.param)):
         refuse_portions(found.name, _plain(found.param))
     return _check_piece(Placed(found, ShardedSpec.of(found.param, placement, mesh, found.name), mesh, policy))

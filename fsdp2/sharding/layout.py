@@ -21,7 +21,7 @@ class ShardLayout:
 
     The pieces are those of ``torch.chunk``: ceil(size / ranks) indices of the dimension each, the last ones shorter or
     empty. A piece keeps the order of dimensions in memory, so a channels_last weight has channels_last pieces.
-    With ``dim=None``, every rank holds the whole tensor (a scalar has no dimension to shard).
+    A scalar has no dimension to shard: its ``dim`` is None, and ``ranks`` is 1.
     """
 
     shape: tuple[int, ...]
@@ -32,8 +32,8 @@ class ShardLayout:
     def __post_init__(self) -> None:
         if self.dim is not None and not 0 <= self.dim < len(self.shape):
             raise ValueError(f"dim {self.dim} is not a dimension of shape {self.shape}")
-        if self.ranks < 1:
-            raise ValueError(f"ranks must be at least 1, got {self.ranks}")
+        if self.ranks < 1 or (self.dim is None and self.ranks > 1):
+            raise ValueError(f"ranks must be at least 1, and 1 without dim, got {self.ranks}")
 
     @classmethod
     def least_padded(cls, shape: tuple[int, ...], stride: tuple[int, ...], ranks: int) -> ShardLayout:
@@ -68,7 +68,7 @@ class ShardLayout:
         An all-gather can then write directly into the parameter, and a gradient is the input of a reduce-scatter
         without a copy.
         """
-        if self.dim is None or self.ranks == 1:
+        if self.ranks == 1:
             return True
         slower = self.memory_order[: self.memory_order.index(self.dim)]
         return all(self.shape[d] == 1 for d in slower)
@@ -81,7 +81,7 @@ class ShardLayout:
     @cached_property
     def even(self) -> bool:
         """True if every rank holds the same number of elements."""
-        return self.dim is not None and self.chunk * self.ranks == self.shape[self.dim]
+        return self.dim is None or self.chunk * self.ranks == self.shape[self.dim]
 
     @property
     def padding_numel(self) -> int:

@@ -199,7 +199,7 @@ def _gathered_in_place(items: Sequence[PlannedParam], sizes: TransferSizes, *, c
 
     def movable(item: PlannedParam) -> bool:
         layout = item.layout
-        return item.form is None and layout.dim is not None and layout.rank_major and layout.numel > 0
+        return item.form is None and layout.rank_major and layout.numel > 0
 
     ranks = items[0].layout.ranks if items else 1
     if ranks == 1:

@@ -141,6 +141,8 @@ class ShardedSpec:
     @staticmethod
     def least_padded(param: torch.Tensor, mesh: DataParallelMesh) -> Shard | None:
         """Return the placement of ``param`` with the least padding, the same on every rank; None for a scalar."""
+        if not param.ndim:
+            return None
         local, shape = param, list(param.shape)
         if isinstance(param, DTensor):  # local tensors may differ in size: use the size on the first rank
             local = local_tensor(param)
@@ -148,8 +150,9 @@ class ShardedSpec:
                 if (dim := cut_dim(placement)) is not None:
                     shape[dim] = -(-shape[dim] // param.device_mesh.size(i))
         ranks = mesh.shard.size * mesh.parts
-        best = ShardLayout.least_padded(tuple(shape), dense_strides(local), ranks).dim
-        return None if best is None else Shard(best)
+        best = ShardLayout.least_padded(tuple(shape), dense_strides(local), ranks)
+        assert best.dim is not None
+        return Shard(best.dim)
 
     @property
     def layout(self) -> ShardLayout:
@@ -183,12 +186,10 @@ class ShardedSpec:
 
     @property
     def reaches_all_ranks(self) -> bool:
-        """True if it is cut, and no rank's piece is empty."""
+        """True if no rank's piece is empty."""
         parts = self.cuts[1].layout.ranks if len(self.cuts) > 1 else 1
         ends = {0, self.layout.ranks - 1}  # all pieces before the last one are as long as the first
-        return self.layout.dim is not None and all(
-            self.layout.within(rank, parts).shard_numel(parts - 1) for rank in ends
-        )
+        return all(self.layout.within(rank, parts).shard_numel(parts - 1) for rank in ends)
 
     @property
     def bounds(self) -> tuple[int, int]:

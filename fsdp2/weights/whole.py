@@ -74,7 +74,7 @@ class Source:
 
         There are none if this rank has the whole tensor, or if it gathers itself.
         """
-        if self.param is None or self.spec.layout.dim is None or not self.spec.layout.numel:
+        if self.param is None or not self.spec.layout.numel:
             return {}
         pairs = zip((self.mesh.shard, self.mesh.replicate), self.spec.cuts)
         return {axis: cut for axis, cut in reversed([*pairs]) if axis.size > 1}

@@ -119,7 +119,7 @@ def test_shards_over_replicas_are_padded_on_all_ranks() -> None:
     """The report counted the ranks of the shard axis only, although each of them keeps just a part of its piece.
 
     10 experts over 8 ranks are padded to 16. In four replicas, the first five ranks of each have two experts to share
-    over the replicas, which takes 20 in all; the others have none. A scalar is whole on all 32 ranks.
+    over the replicas, which takes 20 in all; the others have none. A scalar, which all ranks hold whole, is apart.
     """
     sizes, found = [], []
     for rank in range(32):
@@ -129,11 +129,12 @@ def test_shards_over_replicas_are_padded_on_all_ranks() -> None:
             fsdp2.fully_shard(experts, mesh=mesh, shard_over_replicas=True)
             sizes.append(shard_bytes(experts))
             found.append(fsdp2.padding_report(experts))
-    ((_, ranks, parameters, padding),) = report = found[0]
+    ((_, ranks, parameters, padding), scale) = report = found[0]
     assert all(other == report for other in found)
     experts = 2 * 10 * 64 * 48 * 4
-    assert (ranks, parameters) == (32, experts + 32 * 4)
-    assert parameters + padding == sum(sizes) and padding == experts + 32 * (ALIGNMENT - 4)
+    assert (ranks, parameters, padding) == (32, experts, experts)
+    assert scale == ("", 1, 4, ALIGNMENT - 4)
+    assert parameters + padding + 32 * ALIGNMENT == sum(sizes)
     assert "up (10, 64, 48): Shard(0) pads 100.0%; Shard(1) would pad 0.0%" in str(report)
     with fake_mesh(4, 8, names=("replicate", "shard")) as mesh:
         experts = Experts(10, 64, 48)

@@ -7,13 +7,14 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support import api
 from tests.support.models import mlp
-from tests.support.parity import mesh_of, sharded
+from tests.support.parity import mesh_1d, mesh_2d, mesh_of, sharded
 from tests.support.pool import on_ranks
 
 
@@ -31,6 +32,43 @@ def test_tying_to_a_unit_that_was_cast(rank, world):
     assert module[1].weight is module[0].weight and module[1].weight.to_local().shape == (2, 4)
     module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
     assert module[0].weight.grad is not None
+
+
+class Scales(nn.Module):
+    """A layer with a scalar for each of eight columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+        self.scales = nn.ParameterList(nn.Parameter(torch.tensor(1.0 + i / 7)) for i in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.stack([*self.scales])
+
+
+@api.fsdp2_only  # torch's refuses scalars
+@on_ranks(2, 4)
+@pytest.mark.parametrize("mesh", ["one axis", "two axes", "over replicas"])
+def test_copies_of_a_scalar_stay_equal(rank, world, mesh):
+    """All ranks hold a scalar (CLIP's ``logit_scale``). Gradients were sums in another order on each of more than two
+    ranks, so the copies drifted apart, and ``full_tensor()``, norms and optimizer state differed from rank to rank."""
+    options = {"mesh": mesh_1d() if mesh == "one axis" else mesh_2d()}
+    module = sharded(Scales, units=lambda module: (), shard_over_replicas=mesh == "over replicas", **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(world * step + rank)
+        module(torch.randn(3, 4, generator=generator)).square().mean().backward()
+        held = [tensor.to_local().tolist() for scale in module.scales for tensor in (scale, scale.grad)]
+        assert held == on_all_ranks(held)[0], f"step {step}"
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def on_all_ranks(value: list[float]) -> list[list[float]]:
+    """Return the value of each rank."""
+    values: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 class Packed(torch.Tensor):

@@ -24,14 +24,12 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
 
 
 @st.composite
-def layouts(
-    draw: st.DrawFn, *, ranks: int | None = None, scalars: bool = True, nonempty: bool = False, most: int = 6
-) -> ShardLayout:
+def layouts(draw: st.DrawFn, *, ranks: int | None = None, nonempty: bool = False, most: int = 6) -> ShardLayout:
     """Layouts of 0 to 4 dimensions in any memory order, cut along any dimension, with up to ``most`` indices each."""
     ranks = ranks or draw(st.integers(1, MAX_RANKS))
-    shape = tuple(draw(st.lists(st.integers(1 if nonempty else 0, most), min_size=0 if scalars else 1, max_size=4)))
+    shape = tuple(draw(st.lists(st.integers(1 if nonempty else 0, most), min_size=int(ranks > 1), max_size=4)))
     if not shape:
-        return ShardLayout((), (), None, ranks)
+        return ShardLayout((), (), None, 1)
     order = draw(st.permutations(range(len(shape))))
     return ShardLayout(shape, dense_strides(shape, order), draw(st.integers(0, len(shape) - 1)), ranks)
 

@@ -106,16 +106,16 @@ def assert_gathered(ranks: list[Rank], wholes: list[Tensor]) -> None:
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[list[PlannedParam], TransferSizes]:
-    """Up to four parameters of mixed layouts and dtypes, gathered in any way; empty ones only next to a scalar."""
-    ranks, scalar = draw(st.integers(1, 4)), draw(st.booleans())
+    """Up to four parameters of mixed layouts and dtypes, gathered in any way; empty ones only next to another."""
+    ranks, fixed = draw(st.integers(1, 4)), draw(st.booleans())
     item = st.builds(
         lambda layout, cast: PlannedParam(layout, *cast),
-        layouts(ranks=ranks, nonempty=not scalar),
+        layouts(ranks=ranks, nonempty=not fixed),
         st.sampled_from(CASTS),
     )
-    items = draw(st.lists(item, min_size=0 if scalar else 1, max_size=3))
-    if scalar:
-        one = PlannedParam(ShardLayout((), (), None, ranks), torch.float32, torch.float32)
+    items = draw(st.lists(item, min_size=0 if fixed else 1, max_size=3))
+    if fixed:
+        one = PlannedParam(ShardLayout((1,), (1,), 0, ranks), torch.float32, torch.float32)
         items.insert(draw(st.integers(0, len(items))), one)
     return items, draw(st.sampled_from([DIRECT, PACKED, TransferSizes(64, 100)]))
 

@@ -11,7 +11,7 @@ from fsdp2.sharding.layout import ShardLayout
 from tests.unit.strategies import chunk, counted, layouts
 
 
-@given(layouts(scalars=False))
+@given(layouts())
 def test_pairs_bring_rows_and_tensor_together(layout: ShardLayout) -> None:
     full, rows = counted(layout), torch.full((layout.ranks, layout.slot_numel + 3), -1.0)
     slots = rows[:, 2 : 2 + layout.slot_numel]
@@ -29,7 +29,7 @@ def test_pairs_bring_rows_and_tensor_together(layout: ShardLayout) -> None:
     assert torch.equal(again, full)
 
 
-@given(layouts(scalars=False, ranks=1024))
+@given(layouts(ranks=1024))
 def test_two_copies_are_enough_for_any_number_of_ranks(layout: ShardLayout) -> None:
     rows = torch.zeros(layout.ranks, layout.slot_numel)
     assert len(piece_pairs(counted(layout), rows, layout)) <= 2

@@ -130,7 +130,7 @@ def test_only_large_aligned_rank_major_pieces_go_straight_to_their_place(
     direct = plan_flat(items, sizes).direct
     for i, item in enumerate(items):
         layout = item.layout
-        movable = layout.dim is not None and layout.rank_major and layout.numel > 0
+        movable = layout.rank_major and layout.numel > 0
         large = item.full_bytes >= (sizes.direct_param_bytes or 0) and group >= sizes.direct_group_bytes
         aligned = layout.slot_numel * item.wire_dtype.itemsize % 16 == 0
         assert (i in direct) == (movable and (layout.ranks == 1 or (large and aligned)))

@@ -87,8 +87,8 @@ def test_without_a_placement_the_first_dimension_is_cut(dp4: DataParallelMesh) -
 
 
 @pytest.mark.parametrize("placement", [None, Shard(0), Shard(-1)])
-def test_a_scalar_is_replicated_whatever_was_asked(dp4: DataParallelMesh, placement: Shard | None) -> None:
-    spec = ShardedSpec.of(torch.tensor(3.0), placement, dp4, "scale")
+def test_a_scalar_is_whole_whatever_was_asked(dp4: DataParallelMesh, placement: Shard | None) -> None:
+    spec = ShardedSpec.of(torch.tensor(3.0), placement, dp4.replicated(), "scale")
     assert spec.layout.dim is None and spec.dtensor.placements == (Replicate(),)
     assert spec.cut(torch.tensor(3.0)).item() == 3.0
 

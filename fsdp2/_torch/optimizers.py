@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import compress
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.optim import swa_utils
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch.hooks import outside_dynamo
@@ -23,6 +25,7 @@ __all__ = [
     "foreach_norm",
     "note_step",
     "put_first_after_step",
+    "split_averages",
 ]
 
 _Use = Callable[[torch.optim.Optimizer], None]
@@ -166,3 +169,25 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 def put_first_after_step(optimizer: torch.optim.Optimizer, handle: RemovableHandle) -> None:
     """Move a step post-hook before all others; torch can only append one."""
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # a plain dict in the stubs
+
+
+def split_averages(kind_of: Callable[[torch.Tensor], Hashable]) -> None:
+    """Let AveragedModel average tensors of different kinds apart, since an operator on a list takes tensors of one.
+
+    It sorts its tensors by device and dtype into lists for such operators, by a private function of all optimizers.
+    """
+    module: Any = swa_utils
+    sort = module._group_tensors_by_device_and_dtype
+
+    @functools.wraps(sort)
+    def sort_by_kind(lists: Sequence[list[torch.Tensor]]) -> dict[Any, Any]:
+        parts: dict[Any, Any] = {}
+        for (device, dtype), (columns, numbers) in sort(lists).items():
+            kinds = [kind_of(tensor) for tensor in columns[0]]
+            for kind in dict.fromkeys(kinds):
+                these = [one == kind for one in kinds]
+                part = [[*compress(column, these)] for column in columns]
+                parts[device, (dtype, kind)] = part, [*compress(numbers, these)]
+        return parts
+
+    module._group_tensors_by_device_and_dtype = sort_by_kind

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -224,6 +226,35 @@ def test_averaged_model(rank, world, kind, exponential):
             run.seen[f"average {name}"] = full(parameter)
 
     assert_trains(kind, program, against=("alone",))
+
+
+class Normed(nn.Sequential):
+    """Layers with float buffers, and a bias that is left out: plain tensors beside shards."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.eval()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("exponential", [False, True])
+def test_an_average_with_plain_tensors(rank, world, exponential):
+    """``use_buffers=True`` puts shards and running statistics into one list: "_foreach_lerp_ got mixed torch.Tensor and
+    DTensor"."""
+    how = {"multi_avg_fn": get_ema_multi_avg_fn(0.7)} if exponential else {}
+    torch.manual_seed(0)
+    alone = Normed()
+    module = copy.deepcopy(alone)
+    api.ours.fully_shard(module, mesh=mesh_1d(), ignored_params={module[2].bias})
+    both = [(one, AveragedModel(one, use_buffers=True, **how)) for one in (module, alone)]
+    for step in range(3):
+        for one, average in both:
+            with torch.no_grad():
+                for number, tensor in enumerate([*one.parameters(), one[1].running_mean]):
+                    tensor.mul_(step + 0.5 / (number + 1))
+            average.update_parameters(one)
+    for got, expected in zip(*(average.state_dict().values() for _, average in both), strict=True):
+        torch.testing.assert_close(full(got), expected)
 
 
 @refuses("averaged model", by="torch", reason="FSDP does not support deepcopy")

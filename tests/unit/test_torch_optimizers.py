@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint.state_dict as checkpoints
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import swa_utils
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp2.optim.local.local_step import _ELEMENTWISE
@@ -47,6 +48,28 @@ def test_optimizers_compute_with_what_is_in_their_lists(kind: Any) -> None:
     optimizer.step()
     assert seen and torch.equal(shown, torch.ones(3))
     assert kind is torch.optim.Rprop or not torch.equal(computed, torch.zeros(3))
+
+
+@probes("split_averages")
+def test_an_averaged_model_averages_kinds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "_group_tensors_by_device_and_dtype"
+    monkeypatch.setattr(swa_utils, name, getattr(swa_utils, name))  # to put it back
+    _torch.split_averages(lambda tensor: tensor.ndim)
+    seen: list[list[torch.Size]] = []
+
+    def average(averages: Any, values: Any, count: Any) -> None:
+        assert [t.shape for t in averages] == [t.shape for t in values]
+        seen.append([t.shape for t in averages])
+        torch._foreach_copy_(averages, values)
+
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    averaged = swa_utils.AveragedModel(model, multi_avg_fn=average)
+    averaged.update_parameters(model)
+    with torch.no_grad():
+        model[1].bias.fill_(7)
+    averaged.update_parameters(model)
+    assert seen == [[(2, 3), (2, 2)], [(2,), (2,)]]
+    assert torch.equal(averaged.module[1].bias, model[1].bias)
 
 
 @probes("put_first_after_step")

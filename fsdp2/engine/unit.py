@@ -536,17 +536,18 @@ class FSDPState(ComposableState):
         self._share_lanes()
 
     def _share_lanes(self) -> None:
-        """Let roots that tie a parameter communicate on the same lanes, because a pass waits for its own lanes alone.
+        """Let roots that share units or tied parameters communicate on the same lanes: a pass waits for its own alone.
 
         This root, which may be new, switches to the lanes of another one, where something may be in flight.
         """
-        tied = {group for group in self.root.groups if group.shared}
-        users = [unit for unit in live_units() if not tied.isdisjoint(unit.groups)] if tied else []
-        comms = dict.fromkeys(unit.root.comm for unit in users)
+        groups = {*self.root.groups}
+        roots = dict.fromkeys(unit.root for unit in live_units())
+        comms = dict.fromkeys(root.comm for root in roots if not groups.isdisjoint(root.groups))
         if len(comms) > 1:
             comm = next(other for other in comms if other is not self.root.comm)
-            for root in dict.fromkeys(unit.root for unit in live_units() if unit.root.comm in comms):
-                root.use_comm(comm)
+            for root in roots:
+                if root.comm in comms:
+                    root.use_comm(comm)
 
     # ---- backward ----
 

@@ -88,6 +88,31 @@ def test_two_roots_around_one_trunk(rank, world, order, reshard):
     train_both(both, alone, units=units, loss_of=ORDERS[order], evaluate=lambda model: model.critic(INPUTS))
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_two_roots_around_a_trunk_of_units(rank, world, evaluated):
+    """Nothing ties the roots: every parameter of the trunk belongs to one of its units. Each root waited for its own
+    lanes, while these units communicated on those of the root that ran first last: the gradients of the first unit
+    came after the step, silently."""
+    torch.manual_seed(SEED)
+    alone = Both()
+    both = copy.deepcopy(alone)
+    trunk = both.actor.trunk
+    for unit in (trunk.embed, *trunk.blocks, trunk.norm, both.actor, both.critic):
+        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    for name in ("critic", "actor", "critic", "actor"):
+        one, expected = getattr(both, name), getattr(alone, name)
+        if evaluated:
+            with torch.no_grad():
+                both.critic(INPUTS)
+        for model in (one, expected):
+            model(INPUTS).square().mean().backward()
+        assert_gradients(one, expected, name)
+        for model in (one, expected):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+
+
 class Nested(nn.Module):
     """The actor's forward asks the critic, which shares its trunk."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from fsdp2 import hints
 from fsdp2._naming import class_name
@@ -54,6 +55,7 @@ hints.watch()
 # The FSDP class of each class. Keys and values are weak: a class that is defined in a function or a notebook may keep
 # models alive through its methods.
 _classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+_OF_EACH_CLASS = "__dict__", "__weakref__", "__deepcopy__"  # what another class makes anew, and our own deep copy
 
 
 @names_remedies
@@ -226,7 +228,7 @@ def _shard(modules: tuple[nn.Module, ...], options: CallOptions) -> list[Found]:
     """Make one unit of ``modules``; return the parameters whose gradients are dropped."""
     managed = collect(modules, options.ignored, options.ignored_modules)
     unit = FSDPState(modules, options.mesh.device, options.options.mp_policy, options)
-    classes = [_fsdp_class(type(module)) for module in modules]
+    classes = [_class_for(module) for module in modules]
     dropped = options.manage(unit, managed)
     watch_waits(options.mesh)
     _attach(unit)
@@ -395,6 +397,22 @@ def _attach(unit: FSDPState) -> None:
     handles = hook_forward(unit.modules, unit.pre_forward, unit.post_forward)
     unit._pre_forward_hook_handle, unit._post_forward_hook_handle = handles[0]
     hook_loading(unit.modules, before_load_tree, after_load_tree)
+
+
+def _class_for(module: nn.Module) -> type:
+    """Return the class that ``module`` gets: that of its class and ``FSDPModule``.
+
+    A parametrized module has a class of its own, with a property for each parametrized tensor. torch deletes these from
+    the class of the module when it removes parametrizations, and takes the first base for the class before them. So
+    such a class is made anew on top of the other, as if the parametrization had come later.
+    """
+    cls = type(module)
+    parametrized: Any = module.parametrizations if is_parametrized(module) else ()
+    if not parametrized or not vars(cls).keys() >= {*parametrized}:
+        return _fsdp_class(cls)
+    own = {name: value for name, value in vars(cls).items() if name not in _OF_EACH_CLASS}
+    own[MADE_BY_FULLY_SHARD] = True
+    return type(cls.__name__, (_fsdp_class(type_before_parametrizations(module)),), own)
 
 
 def _fsdp_class(cls: type) -> type:

@@ -235,7 +235,7 @@ class ShardStore:
                         f"{param.name}: the sharded parameter is tied, and its modules show different ones: got one as "
                         f"{first.name!r} of {class_name(first.module)} and another as {site.name!r} of "
                         f"{class_name(site.module)}; expected the same. Replace it in all places, or untie it "
-                        "before fully_shard"
+                        "between two steps"
                     )
 
     def _refuse_assigned_data(self, storages: list[int]) -> None:
@@ -465,8 +465,8 @@ def _check_replacement(param: FSDPParam, shown: object) -> None:
     if shown is None:
         raise RuntimeError(
             f"{param.name}: the sharded parameter is not on its module any more; got none as {site.name!r} of "
-            f"{class_name(site.module)}, expected a DTensor of shape {shape}. Parametrizations, weight_norm, "
-            "spectral_norm and pruning take it away when they are applied: apply them before fully_shard. Put a "
+            f"{class_name(site.module)}, expected a DTensor of shape {shape}. weight_norm, spectral_norm, "
+            "pruning and the like take it away when they are applied: apply them before fully_shard. Put a "
             "parameter back that was deleted or set to None, or do so before fully_shard"
         )
     if isinstance(shown, torch.Tensor) and (not shown.is_leaf or functorch_active()):

@@ -20,7 +20,7 @@ from fsdp2.engine.stamp import Stamp
 from fsdp2.engine.unit import FSDPState
 from fsdp2.grouping.collect import Found, Managed, collect, move_to
 from fsdp2.grouping.placing import Placed, PlacementFn, place, policy_of_param
-from fsdp2.grouping.ties import check_tie, find_ties, follow_tie, join_ties, replaced_by
+from fsdp2.grouping.ties import check_tie, find_ties, follow_sites, follow_tie, join_ties, replaced_by
 from fsdp2.optim.prebuilt import follow_parameters, repair_holders
 from fsdp2.policies import CPUOffloadPolicy, OffloadOf, PolicyOf
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
@@ -138,11 +138,17 @@ class CallOptions:
         """
         managed = collect(unit.modules, self.ignored_now(), self.ignored_modules)
         params = [param for group in unit.groups for param in group.params]
-        known: set[Any] = {tensor for param in params for tensor in (param.sharded, param.full, param.piece)}
+        known: dict[Any, FSDPParam] = {
+            tensor: param for param in params for tensor in (param.sharded, param.own, param.full, param.piece)
+        }
         shown_by = {site: param for param in params for site in param.sites}
         below = {*managed.modules, *managed.others}
         tied = [(found, others) for found in managed.params if (others := replaced_by(found, shown_by, below))]
         followed = {found.param for found, _ in tied}
+        if unit.root.running is None:  # else they may have been put there for the call that runs
+            for param in follow_sites(known, [found for found in managed.params if found.param not in followed]):
+                self.hook_group(param.group)
+            shown_by = {site: param for param in params for site in param.sites}
         unknown = [found for found in managed.params if found.param not in followed and found.param not in known]
         added = [found for found, _ in tied]
         added += [found for found in unknown if not any(site in shown_by for site in found.sites)]

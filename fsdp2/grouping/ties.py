@@ -7,8 +7,9 @@ until the last unit has used it, and its gradient, which autograd accumulates on
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from fsdp2.grouping.placing import policy_of_param
 from fsdp2.policies import MixedPrecisionPolicy, PolicyOf
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
-__all__ = ["Tie", "check_tie", "find_ties", "follow_tie", "join_ties", "replaced_by"]
+__all__ = ["Tie", "check_tie", "find_ties", "follow_sites", "follow_tie", "join_ties", "replaced_by"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,44 @@ def join_ties(ties: list[Tie], unit: FSDPState) -> None:
         show([param], "shards", over_others=True)
         if group not in unit.groups:
             unit.groups.append(group)
+
+
+def follow_sites(known: Mapping[Any, FSDPParam], found: Iterable[Found]) -> list[FSDPParam]:
+    """Let the parameters of a unit have the sites that show them now; return those that have new ones.
+
+    ``known`` are the tensors of its parameters, and ``found`` is what its modules show. A parametrization that is
+    registered or removed moves a parameter to another module, and modules may be tied or untied.
+    """
+    places: dict[FSDPParam, dict[Site, None]] = {param: {} for param in known.values()}
+    for entry in found:
+        if entry.param in known:
+            places[known[entry.param]].update(dict.fromkeys(entry.sites))
+    moved = []
+    for param, here in places.items():
+        kept = [site for site in param.sites if site in here or _shows(param, site) or _is_lent(site)]
+        new = [site for site in here if site not in kept]
+        lost = [site for site in param.sites if site not in kept]
+        if not (new or lost) or any(map(_is_taken, lost)):
+            continue
+        if new or any(_shows(param, site) for site in kept):
+            param.set_sites(kept + new)
+            moved += [param] if new else []
+    return moved
+
+
+def _shows(param: FSDPParam, site: Site) -> bool:
+    shown = site.shown
+    return shown is not None and (param.has(shown) or shown is param.own)
+
+
+def _is_lent(site: Site) -> bool:
+    """Return whether ``site`` shows what is no parameter, which somebody has put there for a call."""
+    return site.shown is not None and not isinstance(site.shown, nn.Parameter)
+
+
+def _is_taken(site: Site) -> bool:
+    """Return whether pruning or the like has put there what it has computed of the shard, which nobody can gather."""
+    return site.name in vars(site.module)
 
 
 def replaced_by(found: Found, shown_by: Mapping[Site, FSDPParam], below: Container[nn.Module]) -> set[FSDPParam]:

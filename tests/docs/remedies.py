@@ -7,6 +7,7 @@ the generator go on, which does what the text says, as it is written, and trains
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import shutil
 import tempfile
@@ -1173,17 +1174,20 @@ def a_setter_inside_a_forward(rank: int) -> Iterator[Callable[[], object]]:
     goes_on(module)
 
 
-@remedy("Replace it in all places, or untie it before fully_shard")
+@remedy("Replace it in all places, or untie it between two steps")
 def a_tie_replaced_in_one_place(rank: int) -> Iterator[Callable[[], object]]:
-    """In both."""
+    """In both, and between two steps."""
     module = layers()
     module[1].weight = module[0].weight
     for unit in (*module, module):
         fully_shard(unit, mesh=mesh_1d())
-    new = nn.Parameter(module[0].weight.detach().clone())
-    module[0].weight = new
-    yield lambda: loss(module)
-    module[1].weight = new
+    value = {"0.weight": module[0].weight.detach() * 2}
+    once = functools.partial(torch.func.functional_call, module, value, torch.ones(2, 8))
+    with torch.no_grad():
+        yield lambda: once(tie_weights=False)
+        once()
+    module[0].weight = nn.Parameter(torch.ones(8, 8))
+    loss(module)  # it is a shard from now on
     goes_on(module)
 
 

@@ -6,7 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -128,15 +128,7 @@ def test_weight_norm_after_sharding(rank, world):
         module(torch.ones(2, 3))
 
 
-class Half(nn.Module):
-    """A parametrization without an inverse, so that it takes the parameter itself."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight / 2
-
-
 TAKES_AWAY: dict[str, Callable[[nn.Module], object]] = {
-    "parametrization": lambda linear: parametrize.register_parametrization(linear, "weight", Half()),
     "pruning": lambda linear: prune.identity(linear, "weight"),
     "deleted": lambda linear: delattr(linear, "bias"),
     "none": lambda linear: setattr(linear, "bias", None),
@@ -147,14 +139,14 @@ TAKES_AWAY: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("what", TAKES_AWAY)
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_parameter_that_is_taken_away(rank, world, what, trained):
-    """A parametrization moves the parameter to a module of its own, and pruning to another name. The error advised
-    ``load_state_dict``. What it advises now works."""
+    """Pruning moves the parameter to another name, and computes of the shard what it puts in its place. The error
+    advised ``load_state_dict``. What it advises now works."""
     module = stack()
     shard_each(module, api.ours)
     if trained:
         module(torch.ones(2, 8)).sum().backward()
     TAKES_AWAY[what](module[1])
-    name = "weight" if what in ("parametrization", "pruning") else "bias"
+    name = "weight" if what == "pruning" else "bias"
     with pytest.raises(RuntimeError, match=rf"^(1\.)?{name}: .* is not on its module any more.* before fully_shard"):
         module(torch.ones(2, 8))
     module, alone = (changed(TAKES_AWAY[what]) for _ in range(2))
@@ -172,6 +164,75 @@ def changed(change: Callable[[nn.Module], object]) -> nn.Sequential:
     if "bias" not in module[1]._parameters:
         module[1].register_parameter("bias", None)
     return module
+
+
+class Half(nn.Module):
+    """A parametrization without an inverse, so that it takes the parameter itself."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+def train_both(both: Sequence[nn.Module], inputs: torch.Tensor, steps: int = 2) -> None:
+    """Train a sharded module and the same in one process, and assert that they have the same parameters then."""
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in both]
+    for _ in range(steps):
+        for one, optimizer in zip(both, optimizers):
+            optimizer.zero_grad()
+            one(inputs).square().mean().backward()
+            optimizer.step()
+    module, alone = both
+    for (name, got), (own, expected) in zip(module.named_parameters(), alone.named_parameters(), strict=True):
+        assert name == own
+        torch.testing.assert_close(got.full_tensor(), expected)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("where", ["0", "1.0"])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_parametrization_that_comes_and_goes(rank, world, where, left, before):
+    """It moves the parameter to a module of its own and back. After ``fully_shard`` it was refused, and one of a unit
+    itself could not be removed: "type object 'FSDPParametrizedLinear' has no attribute 'weight'"."""
+    halved = partial(parametrize.register_parametrization, tensor_name="weight", parametrization=Half())
+
+    both = []  # not copies of each other: torch lets a copy share the class that has the property
+    for _ in range(2):
+        torch.manual_seed(0)
+        both.append(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2)))
+        if before:
+            halved(both[-1].get_submodule(where))
+    shard_each(both[0], api.ours)
+    inputs = torch.ones(2, 4)
+    train_both(both, inputs)
+    linears = [one.get_submodule(where) for one in both]
+    for linear in () if before else linears:
+        halved(linear)
+    train_both(both, inputs)
+    assert parametrize.type_before_parametrizations(linears[0]) is type(both[0][2]) or where != "0"
+    states = [one.state_dict() for one in both]
+    assert list(states[0]) == list(states[1])
+    both[0].load_state_dict({name: value * 2 for name, value in states[1].items()})
+    both[1].load_state_dict({name: value * 2 for name, value in states[1].items()})
+    train_both(both, inputs)
+    for linear in linears:
+        parametrize.remove_parametrizations(linear, "weight", leave_parametrized=left)
+    train_both(both, inputs)
+    assert type(linears[0]) is (type(both[0][2]) if where == "0" else nn.Linear)
+
+
+@on_ranks(2)
+def test_weight_norm_of_a_unit_is_removed(rank, world):
+    """As before a vocoder is exported. What it leaves is another parameter, computed of shards."""
+    both = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        both.append(nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)))
+    shard_each(both[0], api.ours)
+    train_both(both, torch.ones(2, 4))
+    for one in both:
+        parametrize.remove_parametrizations(one[0], "weight")
+    train_both(both, torch.ones(2, 4))
 
 
 class Untied(nn.Module):
@@ -312,6 +373,79 @@ def test_a_tied_embedding_of_another_size(rank, world, units, new):
     for one, old in zip(both, before):
         tie(one, old)
     train(6)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("units", [[], ["embed"], ["embed", "head"]])
+@pytest.mark.parametrize("when", ["at once", "trained"])
+def test_a_tie_that_ends_after_sharding(rank, world, units, when):
+    """The head gets a weight of its own: "tied, and its modules show different ones", with the advice to untie it
+    before ``fully_shard``. torch trains on with wrong results. The tie may come back, and end again with the weight
+    that the head had before."""
+
+    def build() -> nn.Module:
+        module = Untied()
+        module.head.weight = module.embed.weight
+        return module
+
+    both = beside_one_process(build, lambda module: map(module.get_submodule, units))
+    inputs = torch.arange(6).view(2, 3)
+    if when == "trained":
+        train_both(both, inputs)
+    for one in both:
+        one.head.weight = nn.Parameter(torch.arange(24.0).view(6, 4).sin())
+    train_both(both, inputs)
+    own = [one.head.weight for one in both]
+    for one in both:
+        one.head.weight = one.embed.weight
+    train_both(both, inputs)
+    for one, weight in zip(both, own):
+        one.head.weight = weight
+    train_both(both, inputs)
+
+
+class Grows(Untied):
+    """It uses a second head, or a scale, from when it gets them."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.embed(tokens))
+        extra = getattr(self, "extra", None)
+        more = 0 if extra is None else extra(hidden.sin())
+        return (self.head(hidden) + more) * getattr(self, "scale", torch.ones(1)).mean()
+
+
+GROW: dict[str, Callable[[Any], object]] = {
+    "a head": lambda one: setattr(one, "extra", tied_to(one.embed.weight)),
+    "another name": lambda one: setattr(one, "scale", one.norm.weight),
+}
+
+
+def tied_to(weight: nn.Parameter) -> nn.Linear:
+    """Return a head with this weight."""
+    head = nn.Linear(4, 6, bias=False)
+    head.weight = weight
+    return head
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("units", [[], ["embed", "norm"]])
+@pytest.mark.parametrize("what", GROW)
+@pytest.mark.parametrize("when", ["at once", "trained"])
+def test_a_tie_at_a_new_place(rank, world, units, what, when):
+    """A second head for the token after the next shares the embedding of its unit: its forward got a shard, "mixed
+    torch.Tensor and DTensor"."""
+    both = beside_one_process(Grows, lambda module: map(module.get_submodule, units))
+    inputs = torch.arange(6).view(2, 3)
+    if when == "trained":
+        train_both(both, inputs)
+    for one in both:
+        GROW[what](one)
+    train_both(both, inputs)
+    states = [one.state_dict() for one in both]
+    assert list(states[0]) == list(states[1])
+    for one in both:
+        one.load_state_dict({name: value / 2 for name, value in states[1].items()})
+    train_both(both, inputs)
 
 
 @on_ranks(2)

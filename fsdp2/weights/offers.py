@@ -144,19 +144,26 @@ def _has_others(place: Place, ranks: Ranks) -> bool:
 def _described(place: Place) -> tuple[int, _Copy] | None:
     """Return this rank's part of what is compared, and the first rank of its mesh; None if it holds nothing."""
     local = place.local.detach()
-    if not local.numel() or not (place.dtype.is_floating_point or place.mesh is not None):
+    trained = place.dtype.is_floating_point or place.dtype.is_complex
+    if not local.numel() or not (trained or place.mesh is not None):
         return None
     corner = tuple((0, min(length, _COMPARED)) for length in place.shape)
     first = torch.zeros([length for _, length in corner], dtype=place.dtype, device=local.device)
     if intersect(place.box, corner) is not None:
         place.read(corner, first)
     sums = torch.zeros(2, dtype=torch.float64)
-    if place.dtype.is_floating_point and type(local) is torch.Tensor:
-        plain = local if local.element_size() > 1 else local.float()  # float8 has no sums
-        sums[0] = plain.sum(dtype=torch.float64)
-        sums[1] = torch.linalg.vector_norm(plain, 1, dtype=torch.float64)
+    if trained and type(local) is torch.Tensor:
+        sums[0] = _real(local).sum(dtype=torch.float64)
+        sums[1] = torch.linalg.vector_norm(_real(local), 1, dtype=torch.float64)
     mesh = dist.get_rank() if place.mesh is None else int(place.mesh.mesh.min())
-    return mesh, _Copy(first.cpu().double(), sums)
+    return mesh, _Copy(_real(first).cpu().double(), sums)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` in real numbers that have sums: pairs of them for complex ones, float32 for a byte."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor if tensor.element_size() > 1 else tensor.float()
 
 
 def _some(copy: _Copy) -> str:

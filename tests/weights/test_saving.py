@@ -279,6 +279,20 @@ def test_values_that_ranks_have_for_themselves(rank, world, tmp_path, ignored, c
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e5m2])
+def test_values_of_other_dtypes_that_ranks_have_for_themselves(rank, world, tmp_path, dtype):
+    """Also complex numbers that differ in their imaginary parts: rank 0's were written without a word."""
+    own = torch.ones(4).to(dtype) if dtype.is_floating_point else torch.complex(torch.ones(4), torch.ones(4))
+    module = nn.ModuleDict({"own": nn.ParameterDict({"weight": own}), "dense": nn.Linear(3, 2)})
+    fsdp2.fully_shard(module["dense"], mesh=mesh_1d())
+    fsdp2.save_safetensors(module, tmp_path)
+    if rank == 1:
+        own.copy_(own.conj() if dtype.is_complex else -own.float())
+    with pytest.raises(RuntimeError, match="different tensors under the name own.weight"):
+        fsdp2.save_safetensors(module, tmp_path)
+
+
+@on_ranks(2)
 def test_where_that_warning_is_an_error(rank, world, tmp_path):
     """Rank 0, which alone showed it, raised it and left the other waiting in the next collective."""
     module = nn.ModuleDict({"own": nn.Linear(8, 6), "dense": nn.Linear(3, 2)})

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.comm.collectives import all_reduce, all_to_all_uneven, broadcast, exchange_objects, share_bytes
-from fsdp2.sharding.mesh import Axis, own_group
+from fsdp2.sharding.mesh import Axis, listed_ranks, own_group
 from fsdp2.sharding.platform import device_of
 
 __all__ = ["Ranks"]
@@ -64,9 +64,9 @@ class Ranks:
         mesh = max(inside, key=lambda mesh: mesh.size(), default=None)
         if mesh is None:
             return None
-        ranks = set(mesh.mesh.flatten().tolist())
+        ranks = set(listed_ranks(mesh))
         for other in meshes:
-            theirs = set(other.mesh.flatten().tolist())
+            theirs = set(listed_ranks(other))
             if not ranks.isdisjoint(theirs) and not theirs <= ranks:
                 raise NotImplementedError(
                     f"whole weights: got parameters on meshes of ranks {sorted(ranks)} and {sorted(theirs)}, expected "

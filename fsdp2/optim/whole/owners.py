@@ -197,12 +197,11 @@ class _Loads:
             self._heaps[ranks] = [(self._load[rank], rank) for rank in ranks]
             heapq.heapify(self._heaps[ranks])
         heap = self._heaps[ranks]
-        while heap[0][0] < self._load[heap[0][1]]:  # another heap gave to it
+        while heap[0][0] < self._load[heap[0][1]]:  # it was given something since, here or by another heap
             heapq.heapreplace(heap, (self._load[heap[0][1]], heap[0][1]))
         owner = heap[0][1]
         self._given[owner] += cost
         self._load[owner] += max(cost, math.ulp(1.0))
-        heapq.heapreplace(heap, (self._load[owner], owner))
         return owner
 
 

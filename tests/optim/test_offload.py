@@ -431,6 +431,26 @@ def test_an_error_in_a_step(rank, world):
         assert on_host(optimizers[1])
 
 
+@on_ranks(2)
+def test_a_step_after_one_that_failed(rank, world):
+    """It uses moments that are fetched for it, and not what the failed one was lent."""
+    with host_apart():
+        modules, optimizers = pair(make("SGD with momentum"))
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            train(module, optimizer, [0])
+            module(batch(1)).square().mean().backward()
+            (group,) = optimizer.param_groups
+            for param in group["params"]:
+                param.grad = param.grad if param.ndim == 2 else None  # the state of others is not lent
+            momentum, group["momentum"] = group["momentum"], None
+            with pytest.raises(TypeError):
+                optimizer.step()
+            group["momentum"] = momentum
+            optimizer.zero_grad()
+            train(module, optimizer, [1, 2])
+        assert_same_training(modules, optimizers)
+
+
 # ---- checkpoints ----
 
 

@@ -8,22 +8,26 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["merge_arguments"]
+__all__ = ["REMEDIES", "merge_arguments"]
+
+REMEDIES = {
+    "process_group": "pass mesh=DeviceMesh.from_group(process_group, device_type)",
+    "backward_prefetch": "leave it out: units are prefetched; set_modules_to_backward_prefetch changes the order",
+    "forward_prefetch": "leave it out: units are prefetched; set_modules_to_forward_prefetch changes the order",
+    "limit_all_gathers": "leave it out: memory is bounded by gathering one unit ahead",
+    "use_orig_params": "leave it out: parameters always keep their names",
+    "param_init_fn": "build on the meta device, shard, then call to_empty() and initialize, or load",
+    "device_id": "leave it out: shards are on the mesh's device; make that the current device before the call",
+}
+"""What to do in place of FSDP1's arguments that fully_shard has under no name."""
 
 _ADDED = ("ignored_params", "ignored_modules", "replicated_params")
 _DECIDED = "the policy of the call decides for every submodule"
-_PREFETCH = "units are prefetched in the order of the last iteration; FSDPModule.set_modules_to_{}_prefetch changes it"
 _REFUSED = {
+    **REMEDIES,
     "policy": _DECIDED,
     "auto_wrap_policy": _DECIDED,
-    "process_group": "pass mesh; DeviceMesh.from_group makes one of a process group",
-    "backward_prefetch": _PREFETCH.format("backward"),
-    "forward_prefetch": _PREFETCH.format("forward"),
-    "limit_all_gathers": "memory is bounded by gathering one unit ahead",
-    "use_orig_params": "parameters always keep their names",
-    "param_init_fn": "build on the meta device, shard, then call to_empty() and initialize, or load",
     "sync_module_states": "load or broadcast the weights once the whole model is sharded",
-    "device_id": "shards are on the mesh's device; make that the current device before fully_shard",
 }
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2._warn import warn
+from fsdp2.fsdp1.arguments import REMEDIES
 from fsdp2.grouping.modules import no_sync
 from fsdp2.optim.clip import clip_grad_norm_
 
@@ -22,20 +23,14 @@ __all__ = ["FSDP1Methods", "names_remedies", "refuse_fsdp1"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _REMEDIES = {
+    **REMEDIES,
     "auto_wrap_policy": "pass policy=, which takes the same policies",
     "mixed_precision": "pass mp_policy=MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)",
     "sharding_strategy": "pass strategy=, which takes the same values",
     "device_mesh": "pass mesh=",
-    "process_group": "pass mesh=DeviceMesh.from_group(process_group, device_type)",
     "cpu_offload": "pass offload_policy=CPUOffloadPolicy()",
     "ignored_states": "pass ignored_params= or ignored_modules=",
-    "backward_prefetch": "leave it out: units are prefetched; set_modules_to_backward_prefetch changes the order",
-    "forward_prefetch": "leave it out: units are prefetched; set_modules_to_forward_prefetch changes the order",
-    "limit_all_gathers": "leave it out: memory is bounded by gathering one unit ahead",
-    "use_orig_params": "leave it out: parameters always keep their names",
-    "param_init_fn": "build on the meta device, shard, then call to_empty() and initialize, or load",
     "sync_module_states": "call fsdp2.sync_module_states(model) before the first fully_shard",
-    "device_id": "leave it out: shards are on the mesh's device; make that the current device before the call",
 }
 
 

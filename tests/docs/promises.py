@@ -75,6 +75,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             DOCS + "test_in_which_dtype_gloo_sums_chunks",
         ),
         "`p.data = x` on a shard": (STEP + "test_kept.py::test_data_assigned_to_shards",),
+        "a scalar is whole on every rank": (
+            "tests/grouping/test_unusual_parameters.py::test_copies_of_a_scalar_stay_equal",
+        ),
         "call `reshard()` after such a write": (
             "tests/weights/test_written_while_held.py::test_resharded_behind_a_write_that_nothing_shows",
         ),

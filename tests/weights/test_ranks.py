@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2.weights.ranks import Ranks, device_of
+from fsdp2.sharding.platform import device_of
+from fsdp2.weights.ranks import Ranks
+from tests.support.fake import fake_mesh
 from tests.support.parity import mesh_1d, mesh_2d, mesh_of, on_two_axes
 from tests.support.pool import on_ranks
 from tests.weights.models import assert_holds, linears, plain, values_of
@@ -67,6 +69,15 @@ def test_alone():
     with pytest.raises(KeyError, match="name"):
         ranks.agree(KeyError("name"))
     assert Ranks.world().size == 1 and Ranks.of([]) is None and device_of("cpu") == CPU
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_simulated(rank):
+    """Of a forecast's ranks nobody tells the others anything: each keeps what it has."""
+    with fake_mesh(2, rank=rank) as mesh:
+        ranks = Ranks.along(mesh, (0,))
+        assert ranks.size == 2 and ranks.first == (rank == 0)
+        assert ranks.share({"from": rank}) == {"from": rank}
 
 
 @on_ranks(4)

@@ -151,8 +151,11 @@ registrations = 0
 """The number of parameters and modules that other code has registered on managed modules so far."""
 
 
-def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
+def hook_registrations(is_ours: Callable[[Any], bool], at_new_place: Callable[[nn.Module, str, Any], None]) -> None:
     """Count registrations on managed modules, which may add or tie parameters. It costs nothing per step.
+
+    ``at_new_place(module, name, tensor)`` is called before a tensor of ours is registered where no parameter is, on a
+    managed module or a parametrization.
 
     A tensor for which ``is_ours`` returns True counts only if it replaces another one, which ties two parameters. It
     never counts on a module that overrides ``__setattr__``, where we show shards and full parameters by registering
@@ -164,11 +167,14 @@ def hook_registrations(is_ours: Callable[[Any], bool]) -> None:
 
     def registered(module: nn.Module, name: str, value: Any) -> None:
         global registrations
+        managed = module.__dict__.get("_is_fsdp_managed_module")
+        if (managed or type(module) is ParametrizationList) and is_ours(value) and module._parameters.get(name) is None:
+            at_new_place(module, name, value)
         if type(module) is ParametrizationList and type(value) is nn.Parameter and is_ours(value):
             swaps = torch.__future__.get_swap_module_params_on_conversion()  # then torch swaps, which counts nothing
             if not swaps and not any(hasattr(one, "right_inverse") for one in module):
                 uncount_write(value)
-        if not module.__dict__.get("_is_fsdp_managed_module") or value is None:
+        if not managed or value is None:
             return
         if not is_ours(value) or (module._parameters.get(name) is not value and not overrides_setattr(module)):
             registrations += 1

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._naming import class_name
@@ -17,6 +18,7 @@ from fsdp2.engine.unit import FSDPState, get_state, live_units
 
 __all__ = [
     "SiteFinder",
+    "follow_parametrization",
     "groups_below",
     "managed_sites",
     "mesh_around",
@@ -54,6 +56,19 @@ def param_of(tensor: torch.Tensor) -> FSDPParam | None:
         _list_tensors()
         param = _by_id.get(id(tensor))
     return param if param is not None and param.has(tensor) else None
+
+
+def follow_parametrization(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Show the managed parameter of ``tensor`` as ``module.name``, too, if a parametrization takes it or gives it back.
+
+    That may be between a forward and its backward, while it is full: it must not stay full there when its memory is
+    freed. The next outermost forward leaves out where it is not shown any more.
+    """
+    param, site = param_of(tensor), Site(module, name)
+    if param is None or site in param.sites:
+        return
+    if ParametrizationList in map(type, (module, *(other.module for other in param.sites))):
+        param.set_sites([*param.sites, site])
 
 
 def _list_tensors() -> None:

@@ -67,7 +67,7 @@ def join_ties(ties: list[Tie], unit: FSDPState) -> None:
 
 
 def follow_sites(known: Mapping[Any, FSDPParam], found: Iterable[Found]) -> list[FSDPParam]:
-    """Let the parameters of a unit have the sites that show them now; return those that have new ones.
+    """Let the parameters of a unit have the sites that show them now; return those that have others than before.
 
     ``known`` are the tensors of its parameters, and ``found`` is what its modules show. A parametrization that is
     registered or removed moves a parameter to another module, and modules may be tied or untied.
@@ -78,14 +78,15 @@ def follow_sites(known: Mapping[Any, FSDPParam], found: Iterable[Found]) -> list
             places[known[entry.param]].update(dict.fromkeys(entry.sites))
     moved = []
     for param, here in places.items():
-        kept = [site for site in param.sites if site in here or _shows(param, site) or _is_lent(site)]
+        elsewhere = param.group.shared  # below other units; what is left behind may still show the parameter too
+        kept = [s for s in param.sites if s in here or _is_lent(s) or (elsewhere and _shows(param, s))]
         new = [site for site in here if site not in kept]
         lost = [site for site in param.sites if site not in kept]
         if not (new or lost) or any(map(_is_taken, lost)):
             continue
         if new or any(_shows(param, site) for site in kept):
             param.set_sites(kept + new)
-            moved += [param] if new else []
+            moved.append(param)
     return moved
 
 

@@ -23,7 +23,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.optimizers import around_use, split_averages
 from fsdp2.autograd.hooks import hook_modules, hook_optimizers, hook_registrations
-from fsdp2.engine.index import managed_sites, originals_remembered, param_of, remember_originals
+from fsdp2.engine.index import (
+    follow_parametrization,
+    managed_sites,
+    originals_remembered,
+    param_of,
+    remember_originals,
+)
 from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_summoned, is_temporary
 from fsdp2.engine.stamp import note_optimizer_step
 from fsdp2.engine.unit import live_units
@@ -54,7 +60,7 @@ def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) ->
         hook_optimizers(_before_step, note_optimizer_step)
         around_use(_before_zeroing, repair, _after_adding, _around_loading)
         split_averages(lambda tensor: tensor.device_mesh if isinstance(tensor, DTensor) else None)
-        hook_registrations(is_managed_tensor)
+        hook_registrations(is_managed_tensor, follow_parametrization)
         hook_modules(refuse_ddp)
         _hooked = True
     _remember(originals, params)

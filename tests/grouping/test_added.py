@@ -222,6 +222,41 @@ def test_a_parametrization_that_comes_and_goes(rank, world, where, left, before)
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, False])
+@pytest.mark.parametrize("after", ["forward", "backward"])
+def test_a_parametrization_of_each_forward(rank, world, reshard, after):
+    """As PEFT's ``target_parameters`` around a sharded model. What is removed between forward and backward leaves the
+    full parameter on its module, whose memory backward frees: reading it ended the process. What is removed is freed.
+    """
+    both = beside_one_process(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), reshard_after_forward=reshard)
+    left = []
+    for _ in range(3):
+        losses = []
+        for one in both:
+            parametrize.register_parametrization(one[0], "weight", Half())
+            losses.append(one(torch.ones(2, 4)).square().mean())
+            left.append(weakref.ref(one[0].parametrizations.weight))
+        if after == "backward":
+            for loss in losses:
+                loss.backward()
+        for one in both:
+            parametrize.remove_parametrizations(one[0], "weight", leave_parametrized=False)
+        if after == "forward":
+            for loss in losses:
+                loss.backward()
+        assert_gradients(*both)
+        for got, expected in zip(*(one.parameters() for one in both), strict=True):
+            torch.testing.assert_close(got.full_tensor(), expected)
+        for one in both:
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+    del losses
+    both[0](torch.ones(2, 4))
+    gc.collect()
+    assert [one() for one in left] == [None] * 6
+
+
+@on_ranks(2)
 def test_weight_norm_of_a_unit_is_removed(rank, world):
     """As before a vocoder is exported. What it leaves is another parameter, computed of shards."""
     both = []

@@ -206,6 +206,7 @@ TESTS: dict[str, str] = {
     "FSDPModule.set_deterministic_reduction": STEP
     + "test_deterministic_reduction.py::test_the_same_bits_on_two_and_four_ranks",
     "FSDPModule.set_transfer_sizes": STEP + "test_module_methods.py::test_transfer_sizes_say_what_is_packed",
+    "FSDPModule.state_dict": STEP + "test_state.py::test_a_state_dict_in_inference_mode",
     "FSDPModule.zero_grad": STEP + "test_synchronize_gradients.py::test_zeroing_drops_unreduced_gradients",
 }
 """The test of each name; ``name(parameter)`` for a parameter that has a test of its own, else that of the name."""

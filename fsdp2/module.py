@@ -611,6 +611,17 @@ class FSDPModule(TorchFSDPModule):
                 params = [param for param in group.params if any(site.module in modules for site in param.sites)]
                 group.gradients.zero(params, set_to_none=set_to_none)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict as ``nn.Module`` does, also inside ``torch.inference_mode()``.
+
+        There DTensors cannot be detached, so the mode is left for it.
+        """
+        save = super(TorchFSDPModule, self).state_dict  # type: ignore[misc]  # nn.Module's
+        if not torch.is_inference_mode_enabled():
+            return save(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return save(*args, **kwargs)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Apply ``to``, ``half``, ``to_empty`` and similar methods to the shards.
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.support import api
 from tests.support.cases import CASES, TRANSFERS, Setup, build, build_sharded, chunk, parametrize_cases, shard
 from tests.support.models import linears
-from tests.support.parity import assert_gradients, mesh_of, rows_of
+from tests.support.parity import assert_gradients, beside_one_process, mesh_of, rows_of, stack
 from tests.support.pool import on_ranks
 from tests.support.shapes import loss_of
 
@@ -165,3 +165,28 @@ def test_to_dtype(rank, world, trained):
         torch.testing.assert_close(module(inputs), reference(inputs))
         module.zero_grad()
         module.reshard()
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_state_dict_in_inference_mode(rank, world, trained):
+    """A trainer saves where it has evaluated: "Cannot set version_counter for inference tensor", with torch's own too.
+    What it gets lets training go on, and shares memory with the shards as ever."""
+    module, alone = beside_one_process(stack)
+    inputs = torch.ones(2, 8)
+    if trained:
+        for one in (module, alone):
+            one(inputs).square().mean().backward()
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+    with torch.inference_mode():
+        module(inputs)
+        state = nn.Sequential(module).state_dict()  # also of a module around it
+    assert not any(value.is_inference() for value in state.values())
+    for (name, value), expected in zip(state.items(), alone.state_dict().values(), strict=True):
+        torch.testing.assert_close(value.full_tensor(), expected, msg=name)
+        assert value.to_local().data_ptr() == module.get_parameter(name[2:]).to_local().data_ptr()
+    for one in (module, alone):
+        one.zero_grad()
+        one(inputs).square().mean().backward()
+    assert_gradients(module, alone)

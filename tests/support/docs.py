@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-EXTRA_METHODS = {"set_compression", "set_deterministic_reduction", "set_transfer_sizes", "zero_grad"}
+EXTRA_METHODS = {"set_compression", "set_deterministic_reduction", "set_transfer_sizes", "state_dict", "zero_grad"}
 """Public methods that torch's FSDPModule does not have."""
 EXTRA_NAMES = {
     "CompressionPolicy",

@@ -253,6 +253,14 @@ def test_gradients_placed_otherwise(rank, world, norm_type):
     assert params[0].grad.placements == (Partial(),) and params[2].grad.placements == (Replicate(),)
 
 
+@on_ranks(2)
+def test_a_sharded_gradient_of_a_plain_parameter(rank, world):
+    """Its norm is that of the whole, on all ranks."""
+    param = nn.Parameter(torch.ones(6, 2))
+    param.grad = distribute_tensor(torch.arange(12.0).view(6, 2), mesh_1d(), [Shard(0)])
+    torch.testing.assert_close(fsdp2.clip_grad_norm_([param], 1e6), torch.arange(12.0).norm())
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 def test_pipeline_stages(rank, world, norm_type):

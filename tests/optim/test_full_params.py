@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 import fsdp2
 from fsdp2.optim.whole import exchange, full_params
+from fsdp2.optim.whole.ownership import RankSet
 from fsdp2.tools.check.strict import LiveBytes
 from tests.support.composition import composes
 from tests.support.parity import fulls, mesh_1d, mesh_2d, mesh_of, shard_each
@@ -631,6 +634,57 @@ def test_a_gradient_on_one_rank_alone_is_refused_everywhere(rank, world):
     assert all(torch.equal(a, p.detach().to_local()) for a, p in zip(before, module.parameters(), strict=True))
     missing.grad = grad
     optimizer.step()
+
+
+@on_ranks(4)
+def test_a_gradient_that_lacks_within_some_ranks_is_refused_everywhere(rank, world):
+    """The ranks of another expert learn of it before they send anything: smaller sets of ranks are asked first."""
+    mesh = mesh_of(2, 2, names=("shard", "experts"))
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    fsdp2.fully_shard(model[0], mesh=mesh_of(4, names=("all",)))
+    fsdp2.fully_shard(model[1], mesh=mesh["shard"])
+    optimizer = fsdp2.use_full_params(OPTIMIZERS["Muon"](model.named_parameters()))
+    model(rows(0)).square().sum().backward()
+    if rank == 0:
+        model[1].weight.grad = None
+    mine = r"different gradients of 1\.weight" if rank in (0, 2) else "some ranks lack a gradient"
+    with pytest.raises(RuntimeError, match=mine + ".*Nothing was changed"):
+        optimizer.step()
+
+
+class Watched(torch.optim.SGD):
+    """Notes the gradients that it steps by."""
+
+    seen: list[weakref.ref[Tensor]]
+
+    def step(self, closure: Any = None) -> Any:
+        """Step."""
+        self.seen = [weakref.ref(param.grad) for group in self.param_groups for param in group["params"]]
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_gradients_of_a_step_are_gone_behind_it(rank, world):
+    """Those of the matrices that a rank owns are whole, and stayed in memory until the next step."""
+    module = shard(stack(), mesh_1d())
+    optimizer = fsdp2.use_full_params(Watched(module.parameters(), lr=0.1))
+    module(rows(0)).sum().backward()
+    optimizer.step()
+    assert optimizer.seen and not any(seen() is not None for seen in optimizer.seen)
+
+
+@on_ranks(2)
+def test_plans_of_parameters_that_were_removed_are_forgotten(rank, world):
+    """Buckets refer to the parameters that they are for, and to the ranks that hold them."""
+    module = shard(stack(), mesh_1d())
+    optimizer = fsdp2.use_full_params(torch.optim.Adam(module.parameters()))
+    module(rows(0)).sum().backward()
+    optimizer.step()
+    known = [weakref.ref(one) for one in gc.get_objects() if type(one) is RankSet]
+    del optimizer.param_groups[0]["params"][0]
+    optimizer.step()
+    gc.collect()
+    assert known and not any(one() is not None for one in known)
 
 
 class Fails(torch.optim.Muon):

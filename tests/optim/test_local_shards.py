@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -144,6 +146,19 @@ def test_plain_parameters_in_the_same_group(rank, world, way):
     assert_equal(modules[0].state_dict(), modules[1].state_dict())
     states = [{k: o.state[p] for k, p in m.named_parameters()} for o, m in zip(optimizers, modules, strict=True)]
     assert_equal(*states)
+
+
+@on_ranks(2)
+def test_state_that_is_cleared_is_freed(rank, world):
+    """What a step had shown of it was remembered until the next one."""
+    module = build()
+    kind = type("Own", (torch.optim.SGD,), {})
+    optimizer = fsdp2.use_local_shards(kind(module.parameters(), lr=0.1, momentum=0.9), elementwise=True)
+    train(module, optimizer)
+    moments = [weakref.ref(v) for entry in optimizer.state.values() for v in entry.values() if isinstance(v, DTensor)]
+    optimizer.state.clear()
+    gc.collect()
+    assert moments and not any(moment() is not None for moment in moments)
 
 
 @on_ranks(2)

@@ -1,0 +1,82 @@
+"""One rank's passes as its monitor sees them; meetings with other ranks are counted only."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+import fsdp2
+from fsdp2.engine.collective import END, Collective, PassKind
+from fsdp2.ranks.monitor import RankMonitor
+from tests.support.parity import shard_each, stack
+
+FORWARD = PassKind("forward")
+
+
+@pytest.fixture
+def monitor(mesh: DeviceMesh) -> Any:
+    """The monitor of a root above three units."""
+    module: Any = stack()
+    shard_each(module, fsdp2, mesh=mesh)
+    made: Any = RankMonitor(mock.Mock(), module._get_fsdp_state().root, lambda job: job())
+    made._root.all_states = [layer._get_fsdp_state() for layer in module]
+    made._meet = mock.Mock()
+    return made
+
+
+def gathers(monitor: Any) -> list[Collective]:
+    """Return the gathers of the units, in the order of the model."""
+    return [Collective("gather", group, group.store.formats_digest) for group in monitor._root.groups]
+
+
+def test_a_pass_that_leaves_a_guess_twice_is_compared_at_its_end(monitor: Any) -> None:
+    """Each time costs a meeting, and what follows is as likely to be another way again."""
+    monitor.begin(FORWARD, outermost=True, agrees=False)
+    for gather in reversed(gathers(monitor)):
+        monitor.before(gather)
+    assert monitor._meet.call_count == 2 and monitor.log.unscheduled
+
+
+def test_a_pass_inside_of_one_ends_without_it(monitor: Any) -> None:
+    first, second, third = gathers(monitor)
+    monitor.begin(FORWARD, outermost=True, agrees=False)
+    monitor.before(first)
+    monitor.begin(PassKind("backward"), outermost=False, agrees=False)
+    monitor.before(second)
+    monitor.before(END)
+    monitor.end()
+    assert monitor.log.kind == FORWARD and monitor.log.collectives == [first, second]
+    monitor.before(third)
+    monitor.end()
+    assert monitor.log.kind is None
+
+
+def test_the_order_of_a_forward_is_known_to_backward(monitor: Any) -> None:
+    """If ranks want different units in a backward, all take the one that the forward used last."""
+    monitor.begin(FORWARD, outermost=True, agrees=False)
+    for gather in (*gathers(monitor), END):
+        monitor.before(gather)
+    monitor.end()
+    assert monitor.history.words.forward_positions == {
+        gather.group: number for number, gather in enumerate((*gathers(monitor), END))
+    }
+
+
+def test_nothing_is_learned_of_units_that_were_removed(monitor: Any) -> None:
+    """They would never be freed."""
+    monitor.agreement._apart.add(object())
+    monitor.forget_units()
+    assert not monitor.agreement._apart
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_unit_that_some_ranks_skip_keeps_its_place_if_it_is_gathered_once(monitor: Any, times: int) -> None:
+    """Without one, all ranks would choose together what to launch, in every pass."""
+    agreement, gather = monitor.agreement, gathers(monitor)[0]
+    agreement._apart.add(gather.group)
+    monitor.log.collectives = times * [gather]
+    agreement.end()
+    assert (gather.group in agreement._irregular) == (times > 1)

@@ -253,6 +253,7 @@ class Gathering:
     extras: tuple[tuple[int, int, torch.dtype], ...] = ()
     works: Sequence[Work] = ()
     event: torch.Event | None = None
+    unpacked: bool = False  # an interrupt may leave a gather that is over, and whoever finishes it again must not read
 
     def let_outlast(self) -> None:
         """Let what it reads outlast it: somebody is about to free that, and will not wait."""
@@ -352,9 +353,12 @@ def start_gather(
 def _unpack(gathering: Gathering) -> None:
     """Write packed parameters to their places, and free the buffers; stage 5 of the life of a parameter."""
     buffers = gathering.buffers
+    if gathering.unpacked:
+        return
     if buffers.plan.packed or buffers.wire is not None:  # otherwise all was gathered straight from shards into place
         buffers.full.allocate()  # on a CPU only now: without direct items, only the staging buffer was needed
         buffers.unpack(gathering.rows)
+        gathering.unpacked = True
         buffers.free_temporaries()
 
 

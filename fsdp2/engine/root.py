@@ -285,7 +285,8 @@ class RootContext(Generic[U]):
         if self.comm.finalizing is not None:
             raise RuntimeError(
                 "The previous gradient reduction must be waited on before forward: call wait() on what "
-                "finalize_backward(async_op=True) returned"
+                "finalize_backward(async_op=True) returned; after an interrupt, call reset_iter_state() on the root "
+                "module"
             )
 
     def _check_modes(self) -> None:
@@ -578,8 +579,9 @@ class RootContext(Generic[U]):
         with torch.no_grad(), _trace.span("finalize_backward", self):
             run.begin(self._backward_kind("finalization"), outermost=False)
             self._settle(run, self._left_to_finalization())
-        self.backward = None
+        # In this order: after an interrupt between the two, the next forward must find one of them and raise.
         reduction = self.comm.finalizing = GradientReduction(self, run)
+        self.backward = None
         return reduction
 
     # ---- backwards that left gradients unreduced ----
@@ -627,7 +629,8 @@ class RootContext(Generic[U]):
         if self.comm.finalizing is not None:
             raise RuntimeError(
                 "finalize_backward: the previous gradient reduction must be waited on before finalizing backward "
-                "again: call wait() on what finalize_backward(async_op=True) returned"
+                "again: call wait() on what finalize_backward(async_op=True) returned; after an interrupt, call "
+                "reset_iter_state() on the root module"
             )
         if not self.finalizes_manually:
             raise RuntimeError(
@@ -698,9 +701,10 @@ class GradientReduction(GradientReductionHandle):
             return
         if self.root.comm.finalizing is not self:
             raise RuntimeError("This gradient reduction was dropped by reset_iter_state; start the iteration anew")
-        root, self.root = self.root, None
+        root = self.root
+        # Before anything else: if the wait raises, gradients are missing, and the next forward must find the pass.
+        root.backward = self._run
         root.comm.finalizing = None
-        # If this raises, gradients are missing: the next forward must find the pass and refuse.
-        root.backward, self._run = self._run, None
+        self.root = self._run = None
         root.await_backward(root.groups)
         root.backward = None

@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
 from fsdp2._trace import listening
 from tests.support import api
 from tests.support.counting import events
@@ -110,30 +115,120 @@ def test_between_any_two_events(world, options, error, what):
     POOL.run(world, interrupt_everywhere, {"options": options, "error": error, "what": what}, LIMIT_SECONDS)
 
 
+def run(module: Any, what: str) -> None:
+    """Run what is interrupted."""
+    if what == "evaluation":
+        with torch.no_grad():
+            module(INPUTS)
+        return
+    module.set_manual_backward_finalization(what == "manual")
+    for _ in range(2 if what == "micro-batches" else 1):
+        module.set_requires_gradient_sync(what != "micro-batches")
+        module(INPUTS).square().mean().backward()
+    module.set_requires_gradient_sync(True)
+    if what == "manual":
+        module.finalize_backward()
+    else:
+        module.synchronize_gradients()
+
+
 def interrupt_everywhere(rank: int, world: int, options: str, error: type[BaseException], what: str) -> None:
     """One rank of a case."""
     module, alone = beside_one_process(Net, lambda module: [*module.layers], **OPTIONS[options]())
-
-    def run() -> None:
-        if what == "evaluation":
-            with torch.no_grad():
-                module(INPUTS)
-            return
-        for _ in range(2 if what == "micro-batches" else 1):
-            module.set_requires_gradient_sync(what == "training")
-            module(INPUTS).square().mean().backward()
-        module.set_requires_gradient_sync(True)
-        module.synchronize_gradients()
-
     step(module, alone, "first")
-    places = len(events(run))
+    places = len(events(lambda: run(module, what)))
     module.reset_iter_state()
     for place in range(places):
         where = f"{place} of {places}"
         with listening(Interrupting(place, error)), contextlib.suppress(error):
-            run()
+            run(module, what)
         module.set_requires_gradient_sync(True)
         module.reset_iter_state()
+        step(module, alone, where)
+
+
+ENGINE = tuple(str(Path(fsdp2.__file__).with_name(folder)) for folder in ("engine", "autograd", "comm"))
+
+
+class AtLine:
+    """What Python calls at each line: it raises KeyboardInterrupt at one of the engine, before the n-th time that it
+    runs, or without a line notes those that run."""
+
+    def __init__(self, line: tuple[str, int] | None = None, times: int = 0) -> None:
+        self.line, self.left = line, times
+        self.ran: list[tuple[str, int]] = []
+
+    def __call__(self, frame: Any, event: str, argument: object) -> AtLine | None:
+        """Hear of a line, or of the frame whose lines come next."""
+        file = frame.f_code.co_filename
+        if not file.startswith(ENGINE) or file.endswith("host_work.py"):  # which waits, on each rank in other rounds
+            return None
+        here = file, frame.f_lineno
+        if event == "line" and self.line is None:
+            self.ran.append(here)
+        elif event == "line" and here == self.line:
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+        return self
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[AtLine]:
+        """Hear of what runs in this block."""
+        sys.settrace(self)
+        try:
+            yield self
+        finally:
+            sys.settrace(None)
+
+
+def cases_at_lines() -> list[Any]:
+    """Return what runs, on how many ranks."""
+    found = []
+    for options, what in itertools.product(OPTIONS, ("training", "evaluation", "micro-batches", "manual")):
+        marks = [] if options == "by default" and what in ("training", "manual") else [pytest.mark.slow]
+        world = 4 if options in ("pieces", "over replicas") else 2
+        found.append(pytest.param(world, options, what, marks=marks, id=f"{options}, {what}"))
+    return found
+
+
+@pytest.mark.parametrize(("world", "options", "what"), cases_at_lines())
+def test_at_any_line(world, options, what):
+    """Ctrl-C may come between any two lines. A line in the wait for a gather let the next forward read memory that was
+    freed, which ended the process; between two of ``finalize_backward``, gradients on their way were forgotten."""
+    POOL.run(world, interrupt_at_lines, {"options": options, "what": what}, LIMIT_SECONDS)
+
+
+def interrupt_at_lines(rank: int, world: int, options: str, what: str, most: int = 60) -> None:
+    """Interrupt at some of the lines that run, and do not in training, each as probable as any other. Go on without
+    recovery, which is right or refuses, and with it."""
+    module, alone = beside_one_process(Net, lambda module: [*module.layers], **OPTIONS[options]())
+    for where in ("first", "second"):
+        step(module, alone, where)
+    with AtLine().traced() as training:
+        run(module, "training")
+    with AtLine().traced() as noted:
+        run(module, what)
+    known = () if what == "training" else training.ran
+    draw, lines = random.Random(0), sorted({*noted.ran}.difference(known))
+    lines = draw.sample(lines, min(most, len(lines)))
+    places = [(line, draw.randrange(noted.ran.count(line))) for line in lines]
+    dist.broadcast_object_list(places)  # all ranks at the same ones
+    for line, times in places:
+        where = f"{line[0]}:{line[1]}, after {times} times"
+        with AtLine(line, times).traced(), contextlib.suppress(KeyboardInterrupt):
+            run(module, what)
+        module.set_requires_gradient_sync(True)
+        with contextlib.suppress(RuntimeError):  # it was ended, or ranks have to recover, which comes next
+            module.finalize_backward()
+        with contextlib.suppress(RuntimeError):
+            module.set_manual_backward_finalization(False)
+        try:
+            step(module, alone, f"{where}, without recovery")
+        except RuntimeError as error:
+            assert "reset_iter_state" in str(error), where
+        module.reset_iter_state()
+        module.set_manual_backward_finalization(False)
         step(module, alone, where)
 
 

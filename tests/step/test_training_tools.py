@@ -236,6 +236,7 @@ class Normed(nn.Sequential):
         self.eval()
 
 
+@composes("averaged model")
 @on_ranks(2)
 @pytest.mark.parametrize("exponential", [False, True])
 def test_an_average_with_plain_tensors(rank, world, exponential):

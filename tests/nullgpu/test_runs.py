@@ -394,6 +394,7 @@ METHODS: dict[str, Setting] = {
     "set_unshard_in_backward": lambda model: model[2].set_unshard_in_backward(True),
     "synchronize_gradients": lambda model: model.synchronize_gradients(),
     "unshard": lambda model: model.unshard(),
+    "state_dict": lambda model: model.state_dict(),
     "zero_grad": lambda model: model.zero_grad(),
 }
 

@@ -253,7 +253,7 @@ class Gathering:
     extras: tuple[tuple[int, int, torch.dtype], ...] = ()
     works: Sequence[Work] = ()
     event: torch.Event | None = None
-    unpacked: bool = False  # an interrupt may leave a gather that is over, and whoever finishes it again must not read
+    unpacked: bool = False  # its packed parameters are in their places
 
     def let_outlast(self) -> None:
         """Let what it reads outlast it: somebody is about to free that, and will not wait."""
@@ -353,7 +353,7 @@ def start_gather(
 def _unpack(gathering: Gathering) -> None:
     """Write packed parameters to their places, and free the buffers; stage 5 of the life of a parameter."""
     buffers = gathering.buffers
-    if gathering.unpacked:
+    if gathering.unpacked:  # finished again, because an interrupt came right after that: the staging buffer is freed
         return
     if buffers.plan.packed or buffers.wire is not None:  # otherwise all was gathered straight from shards into place
         buffers.full.allocate()  # on a CPU only now: without direct items, only the staging buffer was needed

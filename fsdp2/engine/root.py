@@ -666,7 +666,7 @@ def _how_many(flags: list[bool]) -> str:
 def are_copied(groups: Iterable[FSDPParamGroup]) -> bool:
     """Return whether each replica can gather ``groups`` alone, while the others do something else."""
     meshes = [group.mesh for group in groups]
-    # Those of no axis to gather over, as parameters that are whole on every rank, ask nobody.
+    # Parameters that are whole on every rank need no gather, and so no other rank.
     need_others = any(mesh.has_portions or (mesh.copies == 1 and mesh.shard.size > 1) for mesh in meshes)
     return not need_others and any(mesh.copies > 1 for mesh in meshes)
 

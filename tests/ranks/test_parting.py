@@ -38,12 +38,12 @@ class Branches(nn.Module):
         return x + self.c(x) if use_c else x
 
 
-def sharded(seed: int = 0, *, biases: bool = True) -> Branches:
-    """The model with three units and a root; with ``biases`` False, these are whole on every rank."""
+def sharded(seed: int = 0, *, replicates: bool = False) -> Branches:
+    """The model with three units and a root; if it ``replicates``, biases are whole on every rank."""
     torch.manual_seed(seed)
     model = Branches()
     for unit in (model.a, model.b, model.c):
-        fsdp2.fully_shard(unit, replicated_params=None if biases else {unit.bias})
+        fsdp2.fully_shard(unit, replicated_params={unit.bias} if replicates else None)
     return fsdp2.fully_shard(model)
 
 
@@ -84,9 +84,9 @@ def no_gradient(rank: int, world: int, *, accumulates: bool = False) -> None:
             train(model)
 
 
-def evaluates(rank: int, world: int, *, biases: bool = True) -> None:
+def evaluates(rank: int, world: int, *, replicates: bool = False) -> None:
     """The last rank evaluates where the others train."""
-    model = sharded(biases=biases)
+    model = sharded(replicates=replicates)
     for _ in range(2):
         train(model)
     with torch.set_grad_enabled(rank != world - 1):
@@ -98,7 +98,7 @@ def evaluates(rank: int, world: int, *, biases: bool = True) -> None:
 
 def evaluates_with_replicated(rank: int, world: int) -> None:
     """The same where some parameters need no gather: the others do, so no rank can evaluate alone."""
-    evaluates(rank, world, biases=False)
+    evaluates(rank, world, replicates=True)
 
 
 def stops_early(rank: int, world: int) -> None:

@@ -6,9 +6,11 @@ reduce       from full gradients to shards of their mean
 reductions   a window of reductions in flight
 staging      memory of the host that passes through a device
 retained     memory that reductions on streams still read
+late_checks  checks that a device makes, and the host reads when they have arrived
 scaling      how a sum of gradients becomes their mean
 collectives  the only place that calls a collective
 streams      lanes (streams), and every wait between them
 host_work    collectives that the host waits for, in slices of a second
+comparison   whether two tensors have the same values in a few places
 pieces       copies between full tensors and the pieces of ranks
 """

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fsdp2.comm.gather import HostCopies
+from fsdp2.comm.late_checks import LateChecks
 from fsdp2.comm.reduce import Encoding
 from fsdp2.comm.reductions import Reductions
 from fsdp2.comm.streams import Lanes
@@ -25,6 +26,7 @@ class CommContext:
         self.lanes = Lanes(device)
         self.copies = HostCopies(self.lanes)
         self.reductions = Reductions(self.lanes)
+        self.checks = LateChecks(self.lanes.compute)  # that full parameters in use are those of the shards
         self.largest_bytes = 0  # of the full parameters of any group that communicates here
         self._limits: weakref.WeakKeyDictionary[object, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         self.finalizing: object = None  # the handle of a finalization that was started and not waited for

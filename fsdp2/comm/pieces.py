@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
@@ -19,13 +18,10 @@ __all__ = [
     "pack_rows",
     "part_of",
     "piece_pairs",
-    "plan_comparison",
     "zero_gaps",
 ]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-_COMPARED = 8
-"""Along each dimension, of how many elements two tensors are compared at most."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, integers that show its bits."""
 
@@ -51,29 +47,6 @@ def has_memory(tensor: torch.Tensor) -> bool:
     has a device and a size alone.
     """
     return tensor.untyped_storage().device.type != "meta"
-
-
-def plan_comparison(one: torch.Tensor, other: torch.Tensor) -> Callable[[], bool]:
-    """Return a function that tells whether a few elements of two tensors of one shape are alike, in the first's dtype.
-
-    They are spread over all dimensions. The host reads them, each time that the function is called.
-    """
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    spread = tuple(slice(None, None, max(1, -(-size // _COMPARED))) for size in one.shape)
-    one, other = one.detach()[spread], other.detach()[spread]
-    bits = one.view(INTEGERS[one.itemsize])
-    if one.dtype == other.dtype:
-        return partial(torch.equal, bits, other.view(bits.dtype))
-    return partial(_are_alike, one, bits, other)
-
-
-def _are_alike(one: torch.Tensor, bits: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare ``one``, whose bits are ``bits``, with a cast of ``other``."""
-    cast = other.to(one.dtype)
-    if torch.equal(bits, cast.view(bits.dtype)):
-        return True
-    return bool(((one == cast) | (one.isnan() & cast.isnan())).all())  # a cast of NaN may give several bits
 
 
 def copy_all(targets: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:

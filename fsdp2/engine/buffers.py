@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2._naming import class_name
 from fsdp2._torch.autograd import functorch_active, lasting_tensors
 from fsdp2._torch.tensors import address_of, set_versions, storages_of, versions_of
+from fsdp2.comm.comparison import Comparison
 from fsdp2.comm.gather import Buffer, GatherBuffers
-from fsdp2.comm.pieces import has_memory, part_of, plan_comparison
+from fsdp2.comm.pieces import has_memory, part_of
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_portions
@@ -67,7 +68,7 @@ class ShardStore:
         self._full_buffer: Buffer | None = None
         self._plain_fulls: list[torch.Tensor] = []  # the plain full tensors of ``_plain`` in it
         # Of parameters that are sent unchanged: whether this rank's part of the full one is like its shard.
-        self._comparisons: list[tuple[FSDPParam, Callable[[], bool]]] | None = None
+        self._comparison: Comparison[FSDPParam] | None = None
         self.gather_buffers: GatherBuffers | None = None  # made for the first gather
         self.portions: Portions | None = None  # with shard_over_replicas; made with gather_buffers
         self._subgroup: SubgroupShards | None = None
@@ -128,7 +129,7 @@ class ShardStore:
                 moved |= formats.gather != param.formats.gather
                 param.formats = formats
             self.formats_digest = self._digest()
-        self.options, self._comparisons = options, None
+        self.options, self._comparison = options, None
         self.note_change()
         if moved:
             self.move_shards()
@@ -307,7 +308,7 @@ class ShardStore:
                     view.copy_(piece)
                 self._set(param, view)
         self._storages = storages_of([param.sharded for param in self._placed])
-        self._comparisons = None
+        self._comparison = None
 
     def _make_buffer(self, plain: list[FSDPParam], items: list[PlannedParam], device: torch.device) -> None:
         self._plain, self._items = plain, items
@@ -348,7 +349,7 @@ class ShardStore:
         with lasting_tensors(), lanes.gather.after():
             self._full_buffer = Buffer(plan.full_bytes, self.mesh.device)
             self.gather_buffers = GatherBuffers(items, plan, source, self._full_buffer)
-            self._plain_fulls, self._comparisons = [], None
+            self._plain_fulls, self._comparison = [], None
             for i, (param, item) in enumerate(zip(self._plain, items)):
                 layout, start = item.layout, plan.full_offset[i]
                 flat = self._full_buffer.view(start, layout.full_storage_numel, item.wire_dtype)
@@ -399,28 +400,29 @@ class ShardStore:
         """Return the names of full parameters that were changed in place since they had these ``versions``."""
         return [p.name for p, before, now in zip(self._plain, versions, self.full_versions()) if now != before]
 
-    def unlike_shards(self) -> list[str]:
-        """Return the names of full parameters that have other values than the shards, in some of a few places.
+    @property
+    def comparison(self) -> Comparison[FSDPParam]:
+        """The comparison of full parameters with shards, in a few places.
 
-        The host reads these. A write that changes most elements is seen by all ranks: parameters of which some have no
-        elements are left out, and those that an extension, a format or a custom all-gather may change on the way.
+        A write that changes most elements is seen by all ranks: parameters of which some have no elements are left out,
+        and those that an extension, a format or a custom all-gather may change on the way.
 
         Raises:
             RuntimeError: somebody assigned ``.data``, which has no effect on a shard.
         """
         if (storages := storages_of([param.sharded for param in self._placed])) != self._storages:
             self._refuse_assigned_data(storages)
-        if self._comparisons is None:
-            self._comparisons = self._plan_comparisons()
-        return [param.name for param, are_alike in self._comparisons if not are_alike()]
-
-    def _plan_comparisons(self) -> list[tuple[FSDPParam, Callable[[], bool]]]:
-        planned = []
-        for param, item, full in zip(self._plain, self._gathered_items, self._plain_fulls):
-            changes = item.form is not None or self.options.custom_gather is not None
-            if not changes and param.spec.reaches_all_ranks and has_memory(full):
-                planned.append((param, plan_comparison(param.spec.cut(full), self._placed[param])))
-        return planned
+        if self._comparison is None:
+            sent = zip(self._plain, self._gathered_items, self._plain_fulls)
+            changes = self.mesh.is_pretended or self.options.custom_gather is not None
+            self._comparison = Comparison(
+                {
+                    param: (param.spec.cut(full), self._placed[param])
+                    for param, item, full in sent
+                    if not changes and item.form is None and param.spec.reaches_all_ranks and has_memory(full)
+                }
+            )
+        return self._comparison
 
     def reclaim_full(self) -> None:
         """Undo assignments to ``.data`` of full parameters: gathers would write to memory that nobody reads."""

@@ -67,6 +67,9 @@ _SHOWN: dict[Level, Shown] = {
 """The tensors that modules show at a level by default. Some show shards all the same, until the group is used next."""
 
 
+_REMEDY = "call reshard() on the unit of the parameter after such a write"
+
+
 class _Source(NamedTuple):
     """What a gather reads, and over which axis."""
 
@@ -369,20 +372,33 @@ class Residency:
         """Free full parameters that were gathered for this use, if the shards have other values; return whether so.
 
         Writes that no counter shows (see ``Stamp``) are found here: to shards of which a gather ahead, pieces or
-        portions were made. Not on streams, where the host would have to wait for the gather. And in passes that are
-        ``compared`` alone: what is gathered again follows from values, so ranks may part.
+        portions were made. On streams the host would have to wait for the gather, so the device compares, in some
+        forwards, and a later forward raises.
+
+        Raises:
+            RuntimeError: there are some in a pass that is not ``compared``. What is gathered again follows from values,
+                so ranks might part there, and nobody would notice.
         """
-        mesh = self.store.mesh
-        alone = mesh.shard.size == 1 and not mesh.has_portions  # nothing is communicated
-        if self.comm.lanes.on_streams or self.summoned or not (compared or alone):
+        mesh, checks = self.store.mesh, self.comm.checks
+        if self.summoned:
             return False
-        names = self.store.unlike_shards()
+        if self.comm.lanes.on_streams:
+            if checks.are_due:
+                for counts, differ in self.store.comparison.on_device():
+                    checks.add([(param.name, count) for param, count in counts], differ)
+            return False
+        names = [param.name for param in self.store.comparison.unlike()]
         if not names:
             return False
-        warn(
+        found = (
             f"{', '.join(names)}: the sharded parameter was written after it was gathered, in a way that no version "
-            "counter shows (.data, torch._foreach_*, the local tensor of a detached parameter). It is gathered again. "
-            "On a GPU such a write is not noticed: call reshard() on the unit of the parameter after it"
+            "counter shows (.data, torch._foreach_*, the local tensor of a detached parameter)."
+        )
+        if not compared and (mesh.shard.size > 1 or mesh.has_portions):
+            raise RuntimeError(f"{found} This forward would compute with the old values: {_REMEDY}")
+        warn(
+            f"{found} It is gathered again. On a GPU the forward would compute with the old values, and a later one "
+            f"raise an error: {_REMEDY}"
         )
         self.free()
         self.forget_portions()

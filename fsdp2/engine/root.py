@@ -218,6 +218,7 @@ class RootContext(Generic[U]):
         if earlier is not None and earlier.outermost is not unit and self.all_states[0] is not unit:
             return earlier
         self._check_last_iteration_ended()
+        self._refuse_old_values()
         self._check_modes()
         alone, kind = self.runs_alone, kind_of_forward()
         if not self._compared:
@@ -289,6 +290,17 @@ class RootContext(Generic[U]):
                 "module"
             )
 
+    def _refuse_old_values(self) -> None:
+        """Raise RuntimeError if an earlier forward has computed with parameters that were old, as is known by now."""
+        if names := self.comm.checks.failed():
+            raise RuntimeError(
+                f"{', '.join(names)}: an earlier forward has computed with old values. The sharded parameter was "
+                "written between its gather and its use, in a way that no version counter shows (.data, "
+                "torch._foreach_*, the local tensor of a detached parameter). Call reshard() on the unit of the "
+                "parameter after such a write, or write with in-place methods under torch.no_grad(), and begin again "
+                "from before these steps"
+            )
+
     def _check_modes(self) -> None:
         """Raise RuntimeError inside a dispatch mode that would leave wrong values in memory, or read what was freed."""
         if clones_before_writes() and torch.is_grad_enabled():
@@ -325,6 +337,7 @@ class RootContext(Generic[U]):
         assert run is not None
         run.end()
         self.forward = None
+        self.comm.checks.end_forward()
         if not run.trains:  # the host may write to shards from here on; else it may from the end of backward on
             self.comm.copies.wait()
         self.itinerary.end(run.route, trains=run.trains, ended_with=run.ended_with)

@@ -28,8 +28,7 @@ class Stamp:
     writes in this way, it alone gathers, and the observer makes all ranks raise.
 
     No counter shows a write through ``.data``, by ``torch._foreach_*``, or to the local tensor of a detached DTensor
-    (except for the DTensors of ``state_dict()``). On a CPU, ``Residency.free_unlike_shards`` finds
-    many of these.
+    (except for the DTensors of ``state_dict()``). ``Residency.free_unlike_shards`` finds many of these by values.
     """
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:

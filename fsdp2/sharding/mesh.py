@@ -289,6 +289,11 @@ class DataParallelMesh:
         return self.replicate.size // self.parts
 
     @property
+    def is_pretended(self) -> bool:
+        """True if other ranks exist in a fake process group alone: what is gathered is not what the shards have."""
+        return any(axis.reaches_nobody and axis.size > 1 for axis in (self.shard, self.replicate))
+
+    @property
     def first_axis(self) -> Axis:
         """The axis that gradients are reduced over first: the shard axis, or the replicate axis if there is none."""
         return self.replicate if self.shard.group is None else self.shard

@@ -81,7 +81,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "call `reshard()` after such a write": (
             "tests/weights/test_written_while_held.py::test_resharded_behind_a_write_that_nothing_shows",
         ),
-        "if not, call its `reshard()` after the write": (
+        "on a GPU a later forward raises an error": (
+            STEP + "test_teachers.py::test_on_streams_a_later_forward_raises",
+        ),
+        "Call the unit's `reshard()` after the write": (
             STEP + "test_teachers.py::test_a_teacher_with_gradients_is_resharded_behind_the_write",
         ),
         "make it before the forward, or call `reshard(recurse=True)` first": (

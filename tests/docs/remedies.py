@@ -25,8 +25,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2.sharding.platform import simulated, using
 from tests.optim.test_offload import Pairs
+from tests.step.test_teachers import Momentum, by_method, units
 from tests.support.parity import mesh_1d
+from tests.support.streams import Device
 
 __all__ = ["CASES", "Call", "finalizes", "goes_on", "layers", "loss", "model", "on", "remedy", "try_case"]
 
@@ -124,6 +127,47 @@ def data_of_a_shard(rank: int) -> Iterator[Callable[[], object]]:
     with torch.no_grad():
         param.copy_(value)
     goes_on(module)
+
+
+def momentum() -> Any:
+    """Return a student, and a teacher that its forward writes to without a trace, each layer a unit."""
+    module = Momentum("by_data", graph=True, reshards=False)
+    for unit in (*units(module), module):
+        fully_shard(unit, mesh=mesh_1d())
+    module.keep_weights()
+    return module
+
+
+def train_momentum(module: nn.Module) -> None:
+    """Run some backwards."""
+    for _ in range(4):
+        module(torch.ones(2, 4)).mean().backward()
+
+
+@remedy("Call reshard() on the unit of the parameter after such a write, or write with in-place methods")
+def old_values_on_a_device(rank: int) -> Iterator[Callable[[], object]]:
+    """Each of the two ways helps."""
+    with Device() as device, using(simulated("streams", device)):
+        module, another = momentum(), momentum()
+        yield functools.partial(train_momentum, module)
+        module.reshards = True
+        train_momentum(module)
+        with pytest.raises(RuntimeError, match="computed with old values"):
+            train_momentum(another)
+        another.write = by_method
+        train_momentum(another)
+
+
+@remedy("call reshard() on the unit of the parameter after such a write")
+def old_values_that_ranks_do_not_compare(rank: int) -> Iterator[Callable[[], object]]:
+    """It is not gathered again, since ranks might part."""
+    fsdp2.set_rank_checks(False)
+    module = momentum()
+    yield functools.partial(train_momentum, module)
+    module.reset_iter_state()
+    module.reshards = True
+    train_momentum(module)
+    fsdp2.set_rank_checks(True)
 
 
 @remedy("parameter.to_local().detach().clone().share_memory_()")

@@ -18,9 +18,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.func import functional_call
 from torch.testing import assert_close
 
+from fsdp2 import fully_shard
 from fsdp2.comm.streams import Lane
 from fsdp2.tools.check.strict import LiveBytes, settled
 from tests.gpu.devices import on_devices, places
+from tests.step.test_teachers import Momentum, units
 from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
@@ -288,6 +290,26 @@ def test_pretended_ranks(world, device, policy, transfer):
         for parameter in model.parameters():
             assert parameter.device.type == device
             assert parameter.grad.to_local().shape == parameter.to_local().shape
+
+
+@on_devices(1, 2)
+def test_a_teacher_that_is_written_without_a_trace(rank, world, device):
+    """A CPU gathers it again; a GPU finds it later, and the host waits for nothing meanwhile."""
+    model = Momentum("by_data", True, False).to(device)
+    mesh = init_device_mesh(device, (world,))
+    for unit in [*units(model), model]:
+        fully_shard(unit, mesh=mesh)
+    model.keep_weights()
+    inputs = torch.ones(2, 4, device=device)
+    if device == "cpu":
+        with pytest.warns(UserWarning, match=r"teacher\.0\.weight.*gathered again"):
+            for _ in range(3):
+                model(inputs).mean().backward()
+        return
+    with pytest.raises(RuntimeError, match=r"teacher\.0\.weight.*computed with old values"):
+        for _ in range(4):
+            model(inputs).mean().backward()
+            torch.cuda.synchronize()
 
 
 @policies

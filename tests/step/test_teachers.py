@@ -2,7 +2,8 @@
 
 Few of these ways show in a version counter: ``.data`` has a counter of its own, and operators on lists of DTensors run
 below autograd. So no counter finds them all, and what a forward has gathered of a teacher before it was written may be
-old, without a word. A teacher without gradients is not gathered ahead; one with gradients is compared, on a CPU.
+old, without a word. A teacher without gradients is not gathered ahead; one with gradients is compared, by the host on a
+CPU, and by the device if it has streams.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2 import FSDPModule
+import fsdp2
+from fsdp2 import FSDPModule, MixedPrecisionPolicy
+from fsdp2.sharding.platform import simulated, using
 from tests.support import api
 from tests.support.parity import beside_one_process, mesh_of
-from tests.support.pool import LIMIT_SECONDS, POOL
+from tests.support.pool import LIMIT_SECONDS, POOL, on_ranks
+from tests.support.streams import Device
 
 pytestmark = api.fsdp2_only
 
@@ -198,3 +202,49 @@ def train_and_compare(rank: int, world: int, kind: str, write: str, graph: bool,
         for model in pair:
             model.updates = True
         torch.testing.assert_close(*outputs, msg=lambda text, s=step: f"evaluation after step {s}: {text}")
+
+
+# ---- where the host would have to wait for a gather, or ranks might part ----
+
+STREAMED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
+    "kept": {"reshard_after_forward": False},
+}
+OLD = r"^teacher\.0\.weight, teacher\.0\.bias.*computed with old values"
+
+
+@pytest.mark.parametrize("write", ["by_data", "by_foreach", "by_local"])
+@pytest.mark.parametrize("options", STREAMED)
+@pytest.mark.parametrize("begins", [0, 11])
+@on_ranks(1, 2)
+def test_on_streams_a_later_forward_raises(rank, world, write, options, begins):
+    """The device compares, in the forwards behind the first one and in some later ones. No host waits for it, and every
+    rank raises. The units of the student, which nothing writes to, are right; one of their weights is NaN."""
+    with Device() as device, using(simulated("streams", device)):
+        model, _ = Kind(world, options=STREAMED[options]).shard(write, True, False)
+        with torch.no_grad():
+            model.student[1].weight.fill_(float("nan"))
+        model.keep_weights()
+        device.host_waits.clear()
+        for _ in range(begins):
+            model.updates = False
+            model(torch.ones(2, 4)).mean().backward()
+        model.updates = True
+        with pytest.raises(RuntimeError, match=OLD):
+            for _ in range(3 if begins == 0 else 18 - begins):
+                model(torch.ones(2, 4)).mean().backward()
+        assert not device.host_waits
+
+
+@on_ranks(2)
+def test_ranks_that_are_not_compared_raise(rank, world):
+    """If one gathered again, and another one saw no difference, nobody would notice."""
+    fsdp2.set_rank_checks(False)
+    model, _ = Kind(world).shard("by_data", True, False)
+    model.keep_weights()
+    model.updates = False
+    model(torch.ones(2, 4))  # in which the order becomes known
+    model.updates = True
+    with pytest.raises(RuntimeError, match=r"^teacher\.0\.weight, .*This forward would compute with the old values"):
+        model(torch.ones(2, 4))

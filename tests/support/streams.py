@@ -77,6 +77,11 @@ class Event:
         """Let it be behind what is on ``stream`` now."""
         self.clocks, self.capture = dict(stream.clocks), self._device.capture
 
+    def query(self) -> bool:
+        """Tell the host that it is over, which it need not wait for."""
+        self.synchronize()
+        return True
+
     def synchronize(self) -> None:
         """Let the host wait."""
         self._device.wait_on_host(self.clocks)

@@ -1,0 +1,104 @@
+"""Whether pairs of tensors have the same values in a few places, as the host sees it or a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Generic, TypeVar
+
+import torch
+
+from fsdp2.comm.pieces import INTEGERS, Pair
+
+__all__ = ["Comparison"]
+
+K = TypeVar("K")
+
+_COMPARED = 8
+"""Along each dimension, of how many elements two tensors are compared at most."""
+
+
+class Comparison(Generic[K]):
+    """Compares a few elements of pairs of tensors of one shape, in the dtype of the first."""
+
+    def __init__(self, pairs: Mapping[K, Pair]) -> None:
+        self._pairs = pairs
+
+    @cached_property
+    def _on_host(self) -> list[tuple[K, Callable[[], bool]]]:
+        return [(key, _plan(*_few_elements(*pair))) for key, pair in self._pairs.items()]
+
+    def unlike(self) -> list[K]:
+        """Return the keys of pairs that differ. The host reads the elements."""
+        return [key for key, are_alike in self._on_host if not are_alike()]
+
+    @cached_property
+    def _on_device(self) -> list[tuple[list[tuple[K, int]], list[torch.Tensor], list[torch.Tensor]]]:
+        """Of pairs with the same dtypes: the keys and how many elements each has, and the elements."""
+        found: dict[tuple[torch.dtype, torch.dtype], list[tuple[K, Pair]]] = {}
+        for key, (one, other) in self._pairs.items():
+            if one.device != other.device:
+                continue  # the host would read a shard that the device may write just now
+            if one.is_contiguous() and other.is_contiguous():
+                few = _neighbours(one), _neighbours(other)
+            else:
+                few = _few_elements(one, other)
+            found.setdefault((one.dtype, other.dtype), []).append((key, few))
+        return [
+            (
+                [(key, one.numel()) for key, (one, _) in some],
+                [one for _, (one, _) in some],
+                [two for _, (_, two) in some],
+            )
+            for some in found.values()
+        ]
+
+    def on_device(self) -> list[tuple[list[tuple[K, int]], torch.Tensor]]:
+        """Return keys, how many elements of each are compared, and on the device whether these differ, in their order.
+
+        The host waits for nothing, and a few kernels compare all pairs of the same dtypes. Pairs on two devices are
+        left out.
+        """
+        return [(counts, _differ(_joined(ones), _joined(others))) for counts, ones, others in self._on_device]
+
+
+def _few_elements(one: torch.Tensor, other: torch.Tensor) -> Pair:
+    """Return a few elements, spread over all dimensions."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    spread = tuple(slice(None, None, max(1, -(-size // _COMPARED))) for size in one.shape)
+    return one.detach()[spread], other.detach()[spread]
+
+
+def _neighbours(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a few elements from the middle of a contiguous tensor: one kernel joins those of many tensors."""
+    some = min(_COMPARED**2, tensor.numel())
+    few = tensor.detach().view(-1).narrow(0, (tensor.numel() - some) // 2, some)
+    return torch.view_as_real(few).view(-1) if few.is_complex() else few
+
+
+def _plan(one: torch.Tensor, other: torch.Tensor) -> Callable[[], bool]:
+    """Return a function that compares them, with as few calls as possible: it is called before each use."""
+    bits = _bits(one)
+    return partial(torch.equal, bits, _bits(other)) if one.dtype == other.dtype else partial(_equal, one, bits, other)
+
+
+def _equal(one: torch.Tensor, bits: torch.Tensor, other: torch.Tensor) -> bool:
+    cast = other.to(one.dtype)
+    if torch.equal(bits, _bits(cast)):
+        return True
+    return bool(((one == cast) | (one.isnan() & cast.isnan())).all())  # a cast of NaN may give several bits
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    cast = other.to(one.dtype)
+    differ = _bits(one) != _bits(cast)
+    return differ if one.dtype == other.dtype else differ & ~(one.isnan() & cast.isnan())  # as above
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(INTEGERS[tensor.itemsize])
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])

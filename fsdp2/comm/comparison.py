@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -33,7 +33,7 @@ class Comparison(Generic[K]):
         return [key for key, are_alike in self._on_host if not are_alike()]
 
     @cached_property
-    def _on_device(self) -> list[tuple[list[tuple[K, int]], list[torch.Tensor], list[torch.Tensor]]]:
+    def _on_device(self) -> list[tuple[list[tuple[K, int]], _Bits, _Bits]]:
         """Of pairs with the same dtypes: the keys and how many elements each has, and the elements."""
         found: dict[tuple[torch.dtype, torch.dtype], list[tuple[K, Pair]]] = {}
         for key, (one, other) in self._pairs.items():
@@ -43,14 +43,14 @@ class Comparison(Generic[K]):
                 few = _neighbours(one), _neighbours(other)
             else:
                 few = _few_elements(one, other)
-            found.setdefault((one.dtype, other.dtype), []).append((key, few))
+            found.setdefault((few[0].dtype, few[1].dtype), []).append((key, few))
         return [
             (
                 [(key, one.numel()) for key, (one, _) in some],
-                [one for _, (one, _) in some],
-                [two for _, (_, two) in some],
+                _Bits(dtype, [_bits(one) for _, (one, _) in some]),
+                _Bits(another, [_bits(two) for _, (_, two) in some]),
             )
-            for some in found.values()
+            for (dtype, another), some in found.items()
         ]
 
     def on_device(self) -> list[tuple[list[tuple[K, int]], torch.Tensor]]:
@@ -59,7 +59,18 @@ class Comparison(Generic[K]):
         The host waits for nothing, and a few kernels compare all pairs of the same dtypes. Pairs on two devices are
         left out.
         """
-        return [(counts, _differ(_joined(ones), _joined(others))) for counts, ones, others in self._on_device]
+        return [(counts, _differ(ones.joined(), others.joined())) for counts, ones, others in self._on_device]
+
+
+class _Bits(NamedTuple):
+    """Elements of several tensors of one ``dtype``, as integers that show their bits."""
+
+    dtype: torch.dtype
+    tensors: list[torch.Tensor]
+
+    def joined(self) -> torch.Tensor:
+        """Return all elements in one row. Integers are joined, because autocast would cast floats, or refuse them."""
+        return torch.cat([tensor.reshape(-1) for tensor in self.tensors]).view(self.dtype)
 
 
 def _few_elements(one: torch.Tensor, other: torch.Tensor) -> Pair:
@@ -98,7 +109,3 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(INTEGERS[tensor.itemsize])
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -84,3 +84,12 @@ def test_a_device_compares_nothing_on_the_host() -> None:
     """The device may be writing there, behind what the host does now."""
     pairs = {"on the host": (torch.empty(4, device="meta"), torch.zeros(4)), "here": (torch.ones(4), torch.zeros(4))}
     assert unlike(Comparison(pairs), True) == ["here"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_a_device_compares_inside_autocast(dtype) -> None:
+    """Which refuses to join floats of another half precision: a model of them raised in its second forward."""
+    pairs = {name: (torch.zeros(4, dtype=dtype), torch.zeros(4, dtype=dtype)) for name in "ab"}
+    pairs["b"][1].fill_(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert unlike(Comparison(pairs), True) == ["b"]

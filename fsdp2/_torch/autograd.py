@@ -52,10 +52,12 @@ queue_end_of_backward: Callable[[Callable[[], None]], None] = Variable._executio
 def will_accumulate(leaf: torch.Tensor) -> bool:
     """Return True if the running backward will add to ``leaf.grad``, which runs its hooks.
 
-    The engine raises an error for an input of ``torch.autograd.grad``, where nothing is accumulated.
+    The engine raises an error for an input of ``torch.autograd.grad``, where nothing is accumulated. A transform of
+    ``torch.func`` that runs this backward would hide the node of ``leaf``, which is no tensor of its.
     """
     try:
-        return torch._C._will_engine_execute_node(accumulate_grad_node(leaf))
+        with without_functorch():
+            return torch._C._will_engine_execute_node(accumulate_grad_node(leaf))
     except RuntimeError:
         return False
 

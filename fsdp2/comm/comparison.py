@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from fsdp2._torch.autograd import lasting_tensors
 from fsdp2.comm.pieces import INTEGERS, Pair
 
 __all__ = ["Comparison"]
@@ -26,7 +27,8 @@ class Comparison(Generic[K]):
 
     @cached_property
     def _on_host(self) -> list[tuple[K, Callable[[], bool]]]:
-        return [(key, _plan(*_few_elements(*pair))) for key, pair in self._pairs.items()]
+        with lasting_tensors():
+            return [(key, _plan(*_few_elements(*pair))) for key, pair in self._pairs.items()]
 
     def unlike(self) -> list[K]:
         """Return the keys of pairs that differ. The host reads the elements."""
@@ -59,7 +61,8 @@ class Comparison(Generic[K]):
         The host waits for nothing, and a few kernels compare all pairs of the same dtypes. Pairs on two devices are
         left out.
         """
-        return [(counts, _differ(ones.joined(), others.joined())) for counts, ones, others in self._on_device]
+        with lasting_tensors():
+            return [(counts, _differ(ones.joined(), others.joined())) for counts, ones, others in self._on_device]
 
 
 class _Bits(NamedTuple):

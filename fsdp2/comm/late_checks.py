@@ -6,6 +6,7 @@ from collections import deque
 
 import torch
 
+from fsdp2._torch.autograd import lasting_tensors
 from fsdp2.comm.streams import ComputeLane
 
 __all__ = ["LateChecks"]
@@ -51,9 +52,10 @@ class LateChecks:
         if not self._results:
             return
         names, results, self._names, self._results = self._names, self._results, [], []
-        failed = torch.cat(results) * _FAILED
-        host = torch.zeros(failed.shape, dtype=failed.dtype, device="cpu", pin_memory=failed.device.type != "cpu")
-        host.copy_(failed, non_blocking=True)
+        with lasting_tensors():
+            failed = torch.cat(results) * _FAILED
+            host = torch.zeros(failed.shape, dtype=failed.dtype, device="cpu", pin_memory=failed.device.type != "cpu")
+            host.copy_(failed, non_blocking=True)
         sent = self._compute.event()
         assert sent is not None  # a CPU has no late checks
         self._sent.append((names, host, sent))

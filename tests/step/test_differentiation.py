@@ -72,6 +72,42 @@ def test_memory_that_outlives_a_jvp(rank, world, setup):
         assert_gradients(module, alone)
 
 
+class Rate(nn.Module):
+    """Applies its first layer, and then a transform of ``torch.func`` to the second one."""
+
+    def __init__(self, transform: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.transform = transform
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        if self.transform == "jvp":
+            return torch.func.jvp(lambda y: self.second(y).tanh(), (x,), (x,))[1]
+        return torch.vmap(self.second)(x).tanh()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("inner", ["jvp", "vmap"])
+@pytest.mark.parametrize("outer", ["jvp", "grad", "both"])
+def test_transforms_inside_transforms(rank, world, outer, inner, reshard):
+    """Views of a unit that first ran inside two transforms were theirs: "level.has_value() ... escaped?". And inside
+    ``torch.func.grad`` a backward asked autograd for nodes that the transform hides: an AttributeError."""
+    module, alone = beside_one_process(lambda: Rate(inner), reshard_after_forward=reshard)
+    inputs, tangent = torch.ones(2, 4), torch.full((2, 4), 0.5)
+    for _ in range(3):
+        results = []
+        for one in (alone, module):
+            result: list[Tensor] = []
+            if outer != "grad":
+                result += torch.func.jvp(one, (inputs,), (tangent,))
+            if outer != "jvp":
+                result.append(torch.func.grad(lambda x, one=one: one(x).square().sum())(inputs))
+            results.append([*result, one(inputs)])
+        torch.testing.assert_close(*results)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("entered", ["tangent", "both"])
 def test_backward_through_dual_numbers(rank, world, entered):

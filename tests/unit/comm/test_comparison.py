@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,3 +95,26 @@ def test_a_device_compares_inside_autocast(dtype) -> None:
     pairs["b"][1].fill_(1)
     with torch.autocast("cpu", torch.bfloat16):
         assert unlike(Comparison(pairs), True) == ["b"]
+
+
+def in_jvp(function: Callable[[], object]) -> None:
+    """Call ``function`` inside a transform of ``torch.func``."""
+    ones = torch.ones(2)
+    torch.func.jvp(lambda x: (function(), x)[1], (ones,), (ones,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_transforms_leave_no_mark(dtype, on_device) -> None:
+    """What the first forward inside two transforms had made was theirs: a later one inside one raised "escaped?"."""
+    full, shard = torch.zeros(4, dtype=dtype), torch.zeros(4)
+    comparison = Comparison({"a pair": (full, shard)})
+    found: list[object] = []
+    look = lambda: found.append(comparison.on_device() if on_device else comparison.unlike())
+    in_jvp(lambda: in_jvp(look))
+    shard.add_(1)
+    in_jvp(look)
+    look()
+    if on_device:
+        found = [bool(some[0][1].any()) for some in found]  # type: ignore[index]
+    assert [bool(one) for one in found] == [False, True, True]

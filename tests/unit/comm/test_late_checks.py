@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -65,3 +66,18 @@ def test_a_capture_asks_for_no_result() -> None:
         with device.capturing():
             assert checks.failed() == []
         assert checks.failed() == ["wrong"]
+
+
+def test_results_of_a_forward_inside_transforms_are_read_outside() -> None:
+    """They are made in one call, and read in another one."""
+    ones, found = torch.ones(2), []
+
+    def in_jvp(function: Callable[[], object]) -> None:
+        torch.func.jvp(lambda x: (function(), x)[1], (ones,), (ones,))
+
+    with Device():
+        checks = LateChecks(ComputeLane(torch.device("cpu")))
+        checks.add([("wrong", 1)], YES.clone())
+        in_jvp(lambda: in_jvp(checks.end_forward))
+        in_jvp(lambda: found.extend(checks.failed()))
+    assert found == ["wrong"]

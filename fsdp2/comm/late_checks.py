@@ -49,9 +49,9 @@ class LateChecks:
     def end_forward(self) -> None:
         """Send the results of the forward that ends to the host."""
         self._forwards += 1
-        if not self._results:
-            return
         names, results, self._names, self._results = self._names, self._results, [], []
+        if not results or self._compute.captured:  # an exception has left a forward before the capture
+            return
         with lasting_tensors():
             failed = torch.cat(results) * _FAILED
             host = torch.zeros(failed.shape, dtype=failed.dtype, device="cpu", pin_memory=failed.device.type != "cpu")

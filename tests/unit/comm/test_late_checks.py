@@ -68,6 +68,18 @@ def test_a_capture_asks_for_no_result() -> None:
         assert checks.failed() == ["wrong"]
 
 
+def test_a_capture_sends_no_results_of_a_forward_that_broke_off() -> None:
+    """Each replay would send them again, and nobody may ask for the event."""
+    with Device() as device:
+        device.is_current_stream_capturing = lambda: bool(device.capture)  # type: ignore[attr-defined]
+        checks = LateChecks(ComputeLane(torch.device("cpu")))
+        checks.add([("wrong", 1)], YES.clone())
+        with device.capturing():
+            checks.end_forward()
+        checks.end_forward()
+        assert checks.failed() == []
+
+
 def test_results_of_a_forward_inside_transforms_are_read_outside() -> None:
     """They are made in one call, and read in another one."""
     ones, found = torch.ones(2), []

@@ -347,6 +347,26 @@ def test_numbers_that_differ_between_matrices_of_a_stack(rank, world):
         optimizer.state_dict()["state"][0]["number"]
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("options", [{}, {"keep_full_params": True}, {"overlap_backward": True}])
+@pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 4)])
+def test_stacks_without_elements(rank, world, shape, options):
+    """A layer may have no experts. The cost of each of its matrices was divided by their number: a ZeroDivisionError."""
+    module = nn.ParameterDict({"experts": torch.ones(shape), "weight": torch.ones(4, 4)})
+    plain = [param.detach().clone() for param in module.values()]
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    optimizer = torch.optim.SGD(module.parameters(), 0.5, momentum=0.9)
+    optimizer = fsdp2.use_full_params(optimizer, stacked=lambda param: param.ndim == 3, **options)
+    for _ in range(2):
+        optimizer.zero_grad()
+        torch.stack([param.sum().full_tensor() for param in module.values()]).sum().backward()
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    for param, before in zip(module.values(), plain, strict=True):
+        torch.testing.assert_close(full_of(param), before - 0.5 * (1 + 1.9))
+    assert len(optimizer.state_dict()["state"]) == 2
+
+
 @on_ranks(2)
 def test_what_is_no_stack(rank, world):
     """Where ``stacked`` is wrong, every rank raises before anything is changed; convolutions stay torch's business."""

@@ -248,10 +248,11 @@ _NOTABLE = 0.05  # a parameter is named if it is padded by more than this share
 def _remedy(name: str, nbytes: int, param: FSDPParam) -> str:
     layout = param.spec.over_all
     best = ShardLayout.least_padded(layout.shape, layout.stride, layout.ranks)
-    rows = layout.shape[layout.dim or 0]
+    assert layout.dim is not None  # a scalar has no padding
+    size, padded = layout.shape[layout.dim], layout.chunk * layout.ranks
     text = (
-        f"{name}: {nbytes / 2**20:,.1f} MiB; {rows} rows over {layout.ranks} ranks are padded to "
-        f"{layout.chunk * layout.ranks}, {layout.chunk * layout.ranks / max(rows, 1):.3g} times as much; "
+        f"{name}: {nbytes / 2**20:,.1f} MiB; dimension {layout.dim}, {size} over {layout.ranks} ranks, is padded to "
+        f"{padded}, {padded / size:.3g} times as much; "
     )
     if best.padding_numel <= min(layout.padding_numel, layout.numel) / 2:
         left = best.padding_numel / layout.numel

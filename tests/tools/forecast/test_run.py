@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import fsdp2
 from fsdp2 import forecast
@@ -670,14 +671,16 @@ def test_padding_comes_with_a_remedy():
 
     result = forecast(builds, trains, mesh={"shard": 64})
     (text,) = result.padded
-    assert text.startswith("layers.*.up: 15.0 MiB; 4 rows over 64 ranks are padded to 64, 16 times as much; ")
+    assert text.startswith("layers.*.up: 15.0 MiB; dimension 0, 4 over 64 ranks, is padded to 64, 16 times as much; ")
     assert text.endswith('shard_placement_fn="auto" shards dimension 1 instead (0.0% padding)') and text in str(result)
+    last = forecast(partial(builds, shard_placement_fn=lambda param: Shard(param.ndim - 1)), trains, mesh={"shard": 64})
+    assert last.padded[0].startswith("layers.*.up: 7.0 MiB; dimension 2, 8 over 64 ranks, is padded to 64, 8 times")
     better = forecast(partial(builds, shard_placement_fn="auto"), trains, mesh={"shard": 64})
     assert better.padding_bytes < result.padding_bytes / 100 and not any("up" in text for text in better.padded)
     text = forecast(partial(builds, width=16), trains, mesh={"shard": 64}).padded[0]
     assert "no dimension divides better: shard it over fewer ranks, with another mesh" in text
     over = forecast(partial(builds, shard_over_replicas=True), trains, mesh={"replicate": 8, "shard": 8})
-    assert "4 rows over 64 ranks are padded to 64, 16 times as much" in over.padded[0]
+    assert "dimension 0, 4 over 64 ranks, is padded to 64, 16 times as much" in over.padded[0]
     assert over.padding_bytes == result.padding_bytes
 
 

@@ -351,7 +351,7 @@ def test_numbers_that_differ_between_matrices_of_a_stack(rank, world):
 @pytest.mark.parametrize("options", [{}, {"keep_full_params": True}, {"overlap_backward": True}])
 @pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 4)])
 def test_stacks_without_elements(rank, world, shape, options):
-    """A layer may have no experts. The cost of each of its matrices was divided by their number: a ZeroDivisionError."""
+    """A layer may have no experts. Each matrix costs an equal part of the stack: a ZeroDivisionError."""
     module = nn.ParameterDict({"experts": torch.ones(shape), "weight": torch.ones(4, 4)})
     plain = [param.detach().clone() for param in module.values()]
     fsdp2.fully_shard(module, mesh=mesh_1d())

@@ -35,7 +35,7 @@ class Stacks:
         self._stacks: dict[torch.Tensor, torch.Tensor] = {}  # of each matrix
 
     def has(self, param: torch.Tensor) -> bool:
-        """Return whether ``param`` is a stack of matrices.
+        """Return whether ``param`` is a stack of matrices, of at least one.
 
         Raises:
             ValueError: The caller's function says so of a parameter that has not three dimensions.
@@ -47,7 +47,7 @@ class Stacks:
                     f"use_full_params: stacked() is true for a parameter of shape {tuple(param.shape)}; expected three "
                     "dimensions, of which the first counts the matrices; let it return False there"
                 )
-            self._known[param] = found
+            self._known[param] = found and param.shape[0] > 0  # without matrices it is stepped on as one tensor
         return self._known[param]
 
     def matrices_of(self, param: torch.Tensor) -> list[nn.Parameter]:

@@ -261,10 +261,11 @@ def watch_inputs(
     through one autograd function, because its backward runs only when all gradients are there. So does a single input
     that a collective is still writing.
 
-    Nothing is watched if an input is no strided tensor, which has no views, and which no autograd function can return;
-    nor if one is a dual number, whose tangent has a graph of its own.
+    Nothing is watched if an input is sparse or nested, since such a tensor has no views, and no autograd function can
+    return it; nor if one is a dual number, whose tangent has a graph of its own.
     """
-    if any([tensor.layout is not torch.strided for tensor in inputs]) or tangents_of(inputs):
+    # A nested tensor of the default kind calls itself strided.
+    if any([t.layout is not torch.strided or t.is_nested for t in inputs]) or tangents_of(inputs):
         return inputs, None
     if len(inputs) == 1 and not isinstance(inputs[0], AsyncCollectiveTensor):
         view = inputs[0].view_as(inputs[0])

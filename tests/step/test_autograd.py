@@ -11,7 +11,15 @@ from tests.support import api
 from tests.support.cases import Setup, assert_case, parametrize_cases
 from tests.support.counting import Operators
 from tests.support.models import Three
-from tests.support.parity import STEPS, WIDTH, Run, accumulate, assert_gradients, beside_one_process
+from tests.support.parity import (
+    STEPS,
+    WIDTH,
+    Run,
+    accumulate,
+    assert_gradients,
+    beside_one_process,
+    trains_like_one_process,
+)
 from tests.support.pool import on_ranks
 from tests.support.shapes import KINDS, loss_of
 
@@ -75,6 +83,54 @@ def test_one_tensor_as_several_arguments(rank, world, mp_policy):
         gradients.append(leaf.grad)
     assert torch.equal(*outputs) and torch.equal(*gradients)
     assert products[0] == products[1]
+
+
+class InLayout(nn.Module):
+    """Two layers, between which values are in a layout other than that of a plain tensor."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout = layout
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Multiplies() if layout == "sparse" else Projects()
+
+    def forward(self, x):
+        if self.layout == "sparse":
+            return self.second(self.first(x).relu().to_sparse())
+        layout = torch.jagged if self.layout == "jagged" else torch.strided
+        rows = torch.nested.as_nested_tensor([x[:1], x[1:]], layout=layout)
+        return torch.cat(self.second(self.first(rows), rows).unbind())
+
+
+class Projects(nn.Linear):
+    """A linear layer with a residual, both nested."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x, residual):
+        return super().forward(x) + residual
+
+
+class Multiplies(nn.Module):
+    """A weight that a sparse matrix is multiplied with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@reshards
+@pytest.mark.parametrize("layout", ["nested", "jagged", "sparse"])
+def test_inputs_of_other_layouts(rank, world, layout, reshard):
+    """A nested tensor that requires gradients and calls itself strided, the default of ``torch.nested``, raised
+    "Internal error: NestedTensorImpl doesn't support sizes", as it does with torch's."""
+    options = {} if reshard is None else {"reshard_after_forward": reshard}
+    trains_like_one_process(lambda: InLayout(layout), **options)
 
 
 def two_forwards_one_backward(run: Run) -> None:

@@ -3,6 +3,9 @@
 An ``Itinerary`` remembers the *routes* of earlier forwards by the kinds of the passes before them, so that training and
 evaluations, or two forwards that alternate, each find their own route. It predicts the next group, so that its gather
 can start ahead. A wrong prediction costs only overlap: nobody can know what an eager program does next.
+
+All ranks must remember the same. A pass that launched no collective is not remembered, because ranks may have run
+different numbers of these: micro-batches on parameters that stay in memory.
 """
 
 from __future__ import annotations
@@ -158,21 +161,26 @@ class Itinerary(Generic[T]):
     def begin(self, kind: str, *, alone: bool = False, in_method: bool = False) -> ForwardRoute[T]:
         """Begin a forward of ``kind``, perhaps one that a registered method calls, and return its route.
 
-        Other ranks know nothing of a forward that this rank runs ``alone``, so later forwards must not depend on it.
+        It is remembered when it ends. Other ranks know nothing of a forward that this rank runs ``alone``, so later forwards must not depend on it.
         """
         contexts = self._contexts.of_pass(kind)
         known = next((self._known[context] for context in contexts if context in self._known), None)
         known = known or self._latest.get(in_method)
         if alone:
             return ForwardRoute(kind, self._alone.get(kind, known), trained=self._latest_trained, in_method=in_method)
-        self._contexts.add(kind)
         return ForwardRoute(kind, known, contexts, self._latest_trained, in_method=in_method)
 
-    def end(self, route: ForwardRoute[T], *, trains: bool = False, ended_with: T | None = None) -> None:
-        """End a forward: expect its ``route`` from the next one like it.
+    def end(
+        self, route: ForwardRoute[T], *, launched: bool = True, trains: bool = False, ended_with: T | None = None
+    ) -> None:
+        """End a forward: expect its ``route`` from the next one like it, if it has ``launched`` a collective.
 
         ``trains``: a backward may follow, and need ``ended_with`` first, the last group that the forward freed.
         """
+        if not launched:
+            return
+        if route.contexts:
+            self._contexts.add(route.kind)
         if not route.stops:
             return
         # Equal routes share one list, so that a repeated iteration takes no memory.
@@ -189,11 +197,14 @@ class Itinerary(Generic[T]):
             self._trained.append(trip)
             self._latest_trained = trip
 
-    def begin_backward(self, *, first_stays: bool) -> None:
-        """Begin a backward. With ``first_stays``, forwards like the last ones keep the group that it needs first.
+    def end_backward(self, *, first_stays: bool, launched: bool = True) -> None:
+        """End a backward, which is remembered if it has ``launched`` a collective.
 
-        This is noted here, not at the end of the forward: no backward follows the forward of a frozen teacher.
+        With ``first_stays``, forwards like the last ones keep the group that it needed first. This is noted here, not
+        at the end of the forward: no backward follows the forward of a frozen teacher.
         """
+        if not launched:
+            return
         self._contexts.add("backward")
         for trip in self._trained:
             trip.needed_first = self._trained[-1].ended_with if first_stays else None

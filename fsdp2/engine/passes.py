@@ -81,9 +81,20 @@ class Pass:
         self.is_compared = not isinstance(observer, Unobserved)  # ranks that do not do the same raise
         self.outer_modes = dispatch_modes()  # around the pass; others may belong to a checkpoint inside it
         self.joining = self.make_joining()
+        self.has_launched = self._always_counts()
         self._users: dict[FSDPParamGroup, set[Any]] = {}  # of a group that several units share, those that use it now
 
     # ---- collectives ----
+
+    def _always_counts(self) -> bool:
+        """Return whether other ranks know of the pass, whatever it launches, or none need know of it.
+
+        With units that ranks may skip, all ranks run the same passes. Where nothing is gathered from other ranks, no
+        collective depends on the passes before.
+        """
+        if self.joining is not None:
+            return True
+        return not any(group.mesh.shard.size > 1 or group.mesh.has_portions for group in self.groups)
 
     def make_joining(self) -> Joining | None:
         """Return how the pass takes part in collectives of units that ranks may skip, if there are such units."""
@@ -98,6 +109,7 @@ class Pass:
         if self.joining is not None:
             return self.joining.launch(self, collective, start, optional=optional)
         self.observer.before(collective)
+        self.has_launched |= collective is not END
         start()
         return True
 

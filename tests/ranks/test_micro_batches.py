@@ -61,6 +61,47 @@ def test_ranks_with_different_numbers_of_micro_batches(rank, world, way):
         torch.testing.assert_close(got.full_tensor(), expected)
 
 
+@on_ranks(2, 4)
+@pytest.mark.parametrize("before", ["nothing", "a step"])
+def test_a_usual_step_behind_different_numbers_of_micro_batches(rank, world, before):
+    """Which unit stays for backward followed from the passes before, those that communicate nothing included: one rank
+    gathered a unit that another one had kept, and all raised. Found by a random program."""
+    module, plain = beside_one_process(partial(mlp, 6, 5, 4), linears, mesh=mesh_of(world))
+    units, weights = (module, module[0], module[2]), [*module.parameters()]
+
+    def train(batches: list[torch.Tensor], others: list[list[torch.Tensor]]) -> None:
+        for i, batch in enumerate(batches):
+            module.set_requires_gradient_sync(i + 1 == len(batches))
+            module(batch).square().sum().backward()
+        for some in others:
+            for batch in some:
+                (plain(batch).square().sum() / world).backward()
+        for got, expected in zip(weights, plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+            got.grad = expected.grad = None
+
+    def usual() -> None:
+        batch = torch.ones(3, 6)
+        with torch.no_grad():
+            module(batch)
+        for _ in range(3):
+            train([batch], [[batch]] * world)
+
+    if before == "a step":
+        usual()
+    for step in range(2):
+        module.set_reshard_after_forward(False)
+        module.set_reshard_after_backward(False)
+        for unit in units:
+            unit.unshard()
+        train(micro_batches(rank, step), [micro_batches(other, step) for other in range(world)])
+        module.set_reshard_after_forward(True)
+        module.set_reshard_after_backward(True)
+        for unit in units:
+            unit.reshard()
+        usual()
+
+
 class Recurrent(nn.Module):
     """One layer that runs twice, and a last one."""
 

@@ -266,11 +266,12 @@ def sees_alone(rank: int, world: int, *, checks: bool) -> None:
 
 def test_a_write_that_one_rank_alone_can_see():
     """No version counter shows it. Rank 0 gathers again, so all ranks raise; without checks it would wait for ever, so
-    it computes with the values from before, as the others do."""
+    it raises instead of computing with the values from before, and ends the others."""
     (error,) = set(told(run_apart(partial(sees_alone, checks=True), 2)))
     assert "rank 0: gather 'b' in forward; rank 1: gather 'c' in forward" in error
     ended = run_apart(partial(sees_alone, checks=False), 2)
-    assert [one.status for one in ended] == [0, 0], ended
+    assert [one.status for one in ended] == [1, 1], ended
+    assert "This forward would compute with the old values" in ended[0].error, ended
 
 
 def dies_early(rank: int, world: int) -> None:

@@ -569,8 +569,9 @@ class Execution:
         if how == "deepcopy":
             copy.deepcopy(self.model)
         elif how == "summon":
-            with fsdp2.summon_full_params(self.model):
-                pass
+            if not self.interrupted:  # else it takes the forward for one that is under way, and says what to do
+                with fsdp2.summon_full_params(self.model):
+                    pass
         elif how == "iterate":
             for _ in fsdp2.iter_full_params(self.model):
                 pass

@@ -53,7 +53,7 @@ def run(
 def train(itinerary: Itinerary[Group], names: Iterable[str]) -> list[str | None]:
     """Run a forward and a backward on it; return the advice given in the forward."""
     advice = run(itinerary, names, trains=True, ended_with=GROUPS[list(names)[-1]] if names else None)
-    itinerary.begin_backward(first_stays=True)
+    itinerary.end_backward(first_stays=True)
     return advice
 
 
@@ -107,7 +107,7 @@ def test_a_pattern_of_forwards_that_repeats_finds_each_of_its_routes(pattern: li
             advice = run(itinerary, names, kind)
             if repeat == 39:
                 assert advice == following(names), number
-        itinerary.begin_backward(first_stays=True)  # ends the pattern, as an iteration ends
+        itinerary.end_backward(first_stays=True)  # ends the pattern, as an iteration ends
 
 
 def test_the_last_of_fifteen_micro_batches_is_known() -> None:
@@ -133,6 +133,28 @@ def test_a_forward_of_one_rank_alone_changes_nothing_for_the_others(
     run(with_it, alone, "evaluation", alone=True)
     assert run(with_it, alone, "evaluation", alone=True) == following(alone)
     assert run(with_it, names, "evaluation") == run(without, names, "evaluation")
+
+
+passes = st.lists(
+    st.tuples(st.sampled_from(["forward", "evaluation", "backward"]), calls, st.booleans()), min_size=1, max_size=12
+)
+
+
+@given(passes)
+def test_ranks_that_ran_other_passes_which_launched_nothing_expect_the_same(ran: list[tuple[str, Any, bool]]) -> None:
+    """Micro-batches on parameters that stay in memory, of which each rank may have its own number."""
+    with_all, without = Itinerary[Group](), Itinerary[Group]()
+    for kind, names, launched in [*ran, ("forward", "abc", True)]:
+        expected = []
+        for itinerary in (with_all, without) if launched else (with_all,):
+            if kind == "backward":
+                itinerary.end_backward(first_stays=True, launched=launched)
+                continue
+            route = itinerary.begin(kind)
+            expected.append((visits(route, names), route.needed_first and route.needed_first.name))
+            ended_with = GROUPS[names[-1]] if names else None
+            itinerary.end(route, launched=launched, trains=kind == "forward", ended_with=ended_with)
+        assert len(expected) < 2 or expected[0] == expected[1]
 
 
 def test_the_first_evaluation_follows_training() -> None:
@@ -161,11 +183,11 @@ def test_what_backward_needs_first_is_known_once_one_has_begun() -> None:
         route = itinerary.begin("forward")
         assert route.needed_first is None
         itinerary.end(visited(route, "ab"), trains=True, ended_with=GROUPS["b"])
-    itinerary.begin_backward(first_stays=True)
+    itinerary.end_backward(first_stays=True)
     route = itinerary.begin("forward")
     assert route.needed_first is GROUPS["b"]
     itinerary.end(visited(route, "ab"), trains=True, ended_with=GROUPS["b"])
-    itinerary.begin_backward(first_stays=False)
+    itinerary.end_backward(first_stays=False)
     assert itinerary.begin("forward").needed_first is None
 
 

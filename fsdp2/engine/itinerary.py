@@ -161,7 +161,8 @@ class Itinerary(Generic[T]):
     def begin(self, kind: str, *, alone: bool = False, in_method: bool = False) -> ForwardRoute[T]:
         """Begin a forward of ``kind``, perhaps one that a registered method calls, and return its route.
 
-        It is remembered when it ends. Other ranks know nothing of a forward that this rank runs ``alone``, so later forwards must not depend on it.
+        It is remembered when it ends. Other ranks know nothing of a forward that this rank runs ``alone``, so later
+        forwards must not depend on it.
         """
         contexts = self._contexts.of_pass(kind)
         known = next((self._known[context] for context in contexts if context in self._known), None)

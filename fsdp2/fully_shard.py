@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 
 from fsdp2 import hints
 from fsdp2._naming import class_name
+from fsdp2._torch.modules import inherited_call
 from fsdp2._warn import warn
 from fsdp2.autograd.hooks import hook_forward, hook_loading
 from fsdp2.compression.collectives import compress
@@ -420,7 +421,7 @@ def _fsdp_class(cls: type) -> type:
     made = _classes[cls]() if cls in _classes else None
     if made is None:
         own: dict[str, Any] = {"__deepcopy__": deepcopy_module, "__reduce_ex__": refuse_pickling}
-        own[MADE_BY_FULLY_SHARD] = True
+        own |= {MADE_BY_FULLY_SHARD: True, **inherited_call(cls)}
         if not hasattr(cls, "__copy__"):
             own["__copy__"] = copy_module
         made = type(f"FSDP{cls.__name__}", (FSDPModule, cls, FSDP1Methods), own)

@@ -25,6 +25,7 @@ __all__ = [
     "RegistryItem",
     "cached_parametrizations",
     "composable_state",
+    "inherited_call",
     "insert_composable_state",
     "loads_as_torch_does",
     "non_persistent_buffers",
@@ -46,6 +47,15 @@ def cached_parametrizations() -> Collection[torch.Tensor | None]:
 def overrides_setattr(module: nn.Module) -> bool:
     """Return True if the class overrides ``__setattr__``, so it must be used (nn.LSTM keeps a list of its weights)."""
     return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def inherited_call(cls: type) -> dict[str, Any]:
+    """Return what a subclass of ``cls`` needs in its own namespace to be called as ``cls`` is.
+
+    Only the class of a ``torch.fx.GraphModule``, which each one has for itself, needs something: its ``__call__`` goes
+    through this attribute. ``recompile()`` gives another to a class that has none, and both call each other forever.
+    """
+    return {name: getattr(cls, name) for name in ("_wrapped_call",) if hasattr(cls, name)}
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

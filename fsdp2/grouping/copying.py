@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp2._naming import class_name
+from fsdp2._torch.modules import inherited_call
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import units_below
 from fsdp2.engine.param import FSDPParam, Site, copy_of
@@ -37,7 +38,7 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             group.residency.show_shards()
             for param in group.params:
                 _copy_shard(param, memo)
-        clone = nn.Module.__new__(type(module))
+        clone: nn.Module = nn.Module.__new__(_class_of_copy(type(module)))
         memo[id(module)] = clone
         # nn.Module's own rule leaves out the result of ``module.compile()``, which computes with the old module's
         # weights.
@@ -49,6 +50,14 @@ def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for group, shown in shown_before.items():
             group.residency.show(shown)
     return clone
+
+
+def _class_of_copy(cls: type) -> type:
+    """Return ``cls``, or one like it for a traced module, whose class holds the forward of this module alone."""
+    if not inherited_call(cls):
+        return cls
+    own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, cls.__bases__, own)
 
 
 def copy_module(module: nn.Module) -> nn.Module:

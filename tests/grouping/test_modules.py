@@ -17,7 +17,7 @@ from tests.grouping.models import BLOCKS, Block, Net, nodes_mesh, whole
 from tests.support import api
 from tests.support.counting import Collectives
 from tests.support.inside import options_of
-from tests.support.parity import Run, assert_parity, full, mesh_1d, stack
+from tests.support.parity import Run, assert_gradients, assert_parity, beside_one_process, full, mesh_1d, stack
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -261,6 +261,28 @@ def test_a_class_that_minds_its_subclasses(rank, world, kind):
     module(torch.ones(1, 4)).sum().backward()
     assert isinstance(module, kind) and isinstance(module, fsdp2.FSDPModule) and Tagged.known == before
     assert type(copy.deepcopy(module)) is type(module)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_traced_module_is_changed_after_sharding(rank, world, copied):
+    """``recompile()`` of a sharded ``torch.fx.GraphModule`` made its forward call itself without an end, as with
+    torch's own. What was copied from it computes as before: the forward is on the class, which copies shared."""
+    module, alone = beside_one_process(lambda: nn.Sequential(*(torch.fx.symbolic_trace(Block()) for _ in range(2))))
+    before = copy.deepcopy(module) if copied else module
+    expected = alone(torch.ones(2, 8))
+    assert torch.equal(before(torch.ones(2, 8)), expected)
+    for one in (module, alone):
+        graph = one[1].graph
+        output = graph.output_node()
+        with graph.inserting_before(output):
+            doubled = graph.call_function(torch.mul, (output.args[0], 2))
+        output.args = (doubled,)
+        one[1].recompile()
+        for _ in range(2):
+            one(torch.ones(2, 8)).sum().backward()
+    assert_gradients(module, alone)
+    assert not copied or torch.equal(before(torch.ones(2, 8)), expected)
 
 
 def test_subclasses_that_users_define_are_noticed():

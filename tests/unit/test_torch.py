@@ -503,6 +503,21 @@ def test_modules_tell_what_they_watch_and_leave_out() -> None:
     assert _torch.non_persistent_buffers(module) == {"extra"}
 
 
+@probes("inherited_call")
+def test_a_subclass_of_a_traced_module_is_called_as_that_is() -> None:
+    assert _torch.inherited_call(nn.Linear) == {}
+    traced: Any = torch.fx.symbolic_trace(nn.Sequential(nn.Tanh()))
+    inputs, expected = torch.ones(2), torch.ones(2).tanh()
+    for own, fails in ((_torch.inherited_call(type(traced)), False), ({}, True)):
+        traced.__class__ = type("Own", (type(traced),), own)
+        traced.recompile()
+        if fails:  # a reason to have it
+            with pytest.raises(RecursionError):
+                traced(inputs)
+        else:
+            assert torch.equal(traced(inputs), expected)
+
+
 @probes("loads_as_torch_does")
 def test_modules_that_look_at_what_they_load_are_told_from_others() -> None:
     hooked, own = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -12,9 +12,10 @@ from fsdp2.comm.streams import ComputeLane
 __all__ = ["LateChecks"]
 
 _CHECKED = (1, 2)
-_EVERY = 16
+_EVERY = 17
 """Checks cost a few small kernels for each group. The second and the third forward are checked, since the first one
-gathers nothing ahead, and then every so many."""
+gathers nothing ahead, and then every so many. That is a prime number: where evaluations, several roots or micro-batches
+take turns, it comes to each of them."""
 _FAILED = 0x5EED_0F_0DD_1135
 """How the device writes that a check has failed: a number that no memory has by chance.
 

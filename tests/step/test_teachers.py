@@ -232,9 +232,35 @@ def test_on_streams_a_later_forward_raises(rank, world, write, options, begins):
             model(torch.ones(2, 4)).mean().backward()
         model.updates = True
         with pytest.raises(RuntimeError, match=OLD):
-            for _ in range(3 if begins == 0 else 18 - begins):
+            for _ in range(3 if begins == 0 else 19 - begins):
                 model(torch.ones(2, 4)).mean().backward()
         assert not device.host_waits
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("turns", ["evaluation, training", "training, evaluation", "two roots"])
+def test_on_streams_a_forward_that_takes_turns_is_found(rank, world, turns):
+    """Every sixteenth forward was checked: always the evaluation, or always that of the same root."""
+    with Device() as device, using(simulated("streams", device)):
+        first, second = (Kind(world).shard("by_data", True, False)[0] for _ in range(2))
+        for model in (first, second):
+            model.keep_weights()
+            model.updates = False
+        if turns == "two roots":
+            fsdp2.share_comm_ctx([first, second])
+
+        def take_turns(step: int) -> None:
+            for turn in turns.split(", ") if turns != "two roots" else ("another", "training"):
+                with torch.set_grad_enabled(turn != "evaluation"):
+                    model = first if turn == "another" else second
+                    model.updates = turn == "training" and step > 4
+                    output = model(torch.ones(2, 4))
+                if turn != "evaluation":
+                    output.mean().backward()
+
+        with pytest.raises(RuntimeError, match=OLD):
+            for step in range(4 + 17 + 1):
+                take_turns(step)
 
 
 @on_ranks(2)

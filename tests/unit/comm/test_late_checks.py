@@ -53,7 +53,7 @@ def test_they_are_due_behind_the_first_forward_and_then_now_and_then() -> None:
             with device.capturing():
                 assert not checks.are_due
             checks.end_forward()
-        assert due == [1, 2, 16, 32]
+        assert due == [1, 2, 17, 34]
 
 
 def test_a_capture_asks_for_no_result() -> None:

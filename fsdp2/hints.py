@@ -49,10 +49,10 @@ _STEP = (
 )
 _STORAGE = "access the data pointer on an invalid python storage"
 _GONE = re.compile(r"is at version (\d+); expected version")
-_WRITTEN = (
-    "DTensors have no memory of their own to be written to a file: got a state dict of shards, expected whole tensors; "
-    "on every rank, save inside `with fsdp2.state_dict_type(model, StateDictType.FULL_STATE_DICT):`, or call "
-    "fsdp2.save_safetensors"
+_MEMORY = (
+    "DTensors have no memory of their own: got one, perhaps of a state dict of shards, expected a plain tensor; "
+    "to write whole tensors to a file, save on every rank inside "
+    "`with fsdp2.state_dict_type(model, StateDictType.FULL_STATE_DICT):`, or call fsdp2.save_safetensors"
 )
 _DTYPES = "same dtype", "expected scalar type"
 _EXPLAINED = "_fsdp2_explained"  # an attribute of errors whose text was added
@@ -95,7 +95,7 @@ def _hint(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> str 
         return None
     text = error.args[0] if error.args and isinstance(error.args[0], str) else ""
     if _STORAGE in text and _shown(groups):
-        return _WRITTEN
+        return _MEMORY
     if (found := _GONE.search(text)) is not None:
         return _about_gone(int(found[1]), groups)
     if any(part in text for part in _DTYPES):

@@ -42,6 +42,16 @@ def test_random_program_on_four_ranks(program):
     assume(all(POOL.run(4, fuzz.run, {"program": program}, LIMIT_SECONDS)))
 
 
+@api.fsdp2_only
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@fuzz.drawn_anew
+@settings(max_examples=settings().max_examples // 6)
+@given(program=fuzz.programs())
+def test_random_program_on_streams(world, program):
+    """Whatever a GPU does otherwise than a CPU: lanes, postponed gathers, memory that is held, late checks."""
+    assume(all(POOL.run(world, fuzz.run_on_streams, {"program": program}, LIMIT_SECONDS)))
+
+
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @fuzz.drawn_anew
 @settings(max_examples=settings().max_examples // 3)

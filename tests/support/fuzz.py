@@ -27,12 +27,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim.swa_utils import AveragedModel
 
 import fsdp2
+from fsdp2.comm.late_checks import LateChecks
+from fsdp2.sharding.platform import simulated, using
 from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.models import Case, rows
 from tests.support.parity import assert_close_together, forward_alone, full, fulls, rows_of
 from tests.support.shapes import first_tensor, loss_of
 from tests.support.stores import STORES, meeting_in
+from tests.support.streams import Device
 from tests.support.trees import (
     DIVIDE,
     MESHES,
@@ -823,3 +826,13 @@ def run(rank: int, world: int, program: Fuzz, against_torch: bool = False) -> bo
         for name, got in zip(("ours", "torch's"), others, strict=False):
             assert_close_together(got, expected, f"a single process's in record {index} of {name}", allowed)
     return True
+
+
+def run_on_streams(rank: int, world: int, program: Fuzz) -> bool:
+    """Execute a program on a simulated device with streams, whose ranks communicate all the same, and compare.
+
+    In each forward the device compares full parameters with shards, and finds nothing.
+    """
+    due = mock.patch.object(LateChecks, "are_due", property(lambda checks: not checks._compute.captured))
+    with Device(watches=False) as device, using(simulated("streams", device)), due:
+        return run(rank, world, program)

@@ -74,14 +74,14 @@ def waits_of_others() -> Iterator[None]:
 class _WaitElsewhere:
     """A collective that a thread waits for, so that this one can stop waiting."""
 
-    # One thread for all, since the works of a communicator end in the order of their start. A work of one communicator
-    # behind a hanging one of another seems to hang as well. Then its waits only let the observer look more often.
+    # One thread is enough as long as all of them end: the host waits for one work at a time.
     _waits: queue.SimpleQueue[_WaitElsewhere] = queue.SimpleQueue()
     _thread: Thread | None = None
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
         self._done: Lock | None = None
+        self._is_waited_for = False  # a thread has come to it
         self._error: Exception | None = None
 
     def is_completed(self) -> bool:
@@ -93,13 +93,19 @@ class _WaitElsewhere:
             self._done.acquire()
             self._waits.put(self)
             if _WaitElsewhere._thread is None:
-                _WaitElsewhere._thread = Thread(target=self._work_off, name="fsdp2-wait", daemon=True)
-                _WaitElsewhere._thread.start()
+                self._start_thread()
         if not self._done.acquire(timeout=limit.total_seconds()):
+            if not self._is_waited_for:
+                self._start_thread()  # the other is at a work that an error has left, and that may never end
             raise RuntimeError("not done yet")
         self._done.release()
         if self._error is not None:
             raise self._error
+
+    @classmethod
+    def _start_thread(cls) -> None:
+        cls._thread = Thread(target=cls._work_off, name="fsdp2-wait", daemon=True)
+        cls._thread.start()
 
     @classmethod
     def _work_off(cls) -> None:
@@ -108,6 +114,7 @@ class _WaitElsewhere:
 
     def _finish(self) -> None:
         assert self._done is not None
+        self._is_waited_for = True
         try:
             self._work.wait()
         except Exception as error:  # of any type: the thread must live on, and who waits must learn of it

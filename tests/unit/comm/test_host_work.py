@@ -180,3 +180,24 @@ def test_a_forked_process_waits_in_a_thread_of_its_own() -> None:
     child.kill()
     child.join()
     assert ended == 0
+
+
+def test_a_work_that_never_ends_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error may leave one that other ranks never launch. Later ones waited behind it until it timed out."""
+    left = threading.Event()
+
+    class Hanging:
+        def wait(self) -> None:
+            left.wait()
+
+    monkeypatch.setattr(host_work, "_SLICE", timedelta(milliseconds=10))
+    monkeypatch.setattr(host_work, "_observer", host_work._observer)
+    observe_waits(Observer(raises="waiting"))
+    with pytest.raises(RuntimeError, match="ranks differ"):
+        HostWork(Hanging(), takes_limit=False).wait()  # type: ignore[arg-type]  # as far as it is one
+    observe_waits(Observer())
+    try:
+        for _ in range(2):
+            HostWork(mock.Mock(), takes_limit=False).wait()
+    finally:
+        left.set()

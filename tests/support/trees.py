@@ -341,6 +341,15 @@ class Plan:
         return halves(world) if self.tensor_parallel and not self.experts else 1
 
     @property
+    def runs(self) -> int:
+        """How often layers run in a forward: a tree that runs twice runs all layers inside it twice."""
+
+        def of(node: Node) -> int:
+            return (1 + node.twice) * (sum(map(of, node.children)) or (2 if node.kind == "twice" else 1))
+
+        return sum(map(of, self.nodes))
+
+    @property
     def is_simple(self) -> bool:
         """Whether each unit is used by itself and once, so that backward is through with it when it leaves it."""
         return not any(node.joins or node.recompute or node.ties or node.twice for node in self.all_nodes())

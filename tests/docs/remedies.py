@@ -167,7 +167,6 @@ def old_values_that_ranks_do_not_compare(rank: int) -> Iterator[Callable[[], obj
     module.reset_iter_state()
     module.reshards = True
     train_momentum(module)
-    fsdp2.set_rank_checks(True)
 
 
 @remedy("parameter.to_local().detach().clone().share_memory_()")

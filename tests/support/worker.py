@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+import fsdp2
 from tests.support import api
 from tests.support.processes import loopback
 
@@ -101,6 +102,7 @@ class Worker:
         try:
             self.enter_process_group(job)
             torch.manual_seed(0)
+            fsdp2.set_rank_checks(True)  # the test before may have switched them off
             function = rank_function(job)
             value = function(self.rank, job.world, **job.kwargs)
             del function

@@ -89,8 +89,7 @@ class ForwardPass(Pass):
     def end_part(self, route: ForwardRoute[FSDPParamGroup]) -> None:
         """End what the observer and the itinerary see as one pass; another part follows, on ``route``."""
         super().end()
-        self.joining = self.make_joining()  # the next part knows nothing of what this one has joined
-        self.has_launched = self._always_counts()
+        self._begin_part()
         self.route = route
 
     def end(self) -> None:

@@ -172,14 +172,14 @@ class Itinerary(Generic[T]):
         return ForwardRoute(kind, known, contexts, self._latest_trained, in_method=in_method)
 
     def end(
-        self, route: ForwardRoute[T], *, launched: bool = True, trains: bool = False, ended_with: T | None = None
+        self, route: ForwardRoute[T], *, remembered: bool = True, trains: bool = False, ended_with: T | None = None
     ) -> None:
-        """End a forward: expect its ``route`` from the next one like it, if it has ``launched`` a collective.
+        """End a forward: expect its ``route`` from the next one like it, if it is ``remembered``.
 
         ``trains``: a backward may follow, and need ``ended_with`` first, the last group that the forward freed.
         """
-        if not launched:
-            return
+        if not remembered:
+            return  # other ranks may not have run it
         if route.contexts:
             self._contexts.add(route.kind)
         if not route.stops:
@@ -198,14 +198,14 @@ class Itinerary(Generic[T]):
             self._trained.append(trip)
             self._latest_trained = trip
 
-    def end_backward(self, *, first_stays: bool, launched: bool = True) -> None:
-        """End a backward, which is remembered if it has ``launched`` a collective.
+    def end_backward(self, *, first_stays: bool, remembered: bool = True) -> None:
+        """End a backward.
 
         With ``first_stays``, forwards like the last ones keep the group that it needed first. This is noted here, not
         at the end of the forward: no backward follows the forward of a frozen teacher.
         """
-        if not launched:
-            return
+        if not remembered:
+            return  # as above
         self._contexts.add("backward")
         for trip in self._trained:
             trip.needed_first = self._trained[-1].ended_with if first_stays else None

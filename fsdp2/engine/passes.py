@@ -80,25 +80,19 @@ class Pass:
         self.entered: dict[Any, Call] = {}
         self.is_compared = not isinstance(observer, Unobserved)  # ranks that do not do the same raise
         self.outer_modes = dispatch_modes()  # around the pass; others may belong to a checkpoint inside it
-        self.joining = self.make_joining()
-        self.has_launched = self._always_counts()
+        self._begin_part()
         self._users: dict[FSDPParamGroup, set[Any]] = {}  # of a group that several units share, those that use it now
 
     # ---- collectives ----
 
-    def _always_counts(self) -> bool:
-        """Return whether other ranks know of the pass, whatever it launches, or none need know of it.
-
-        With units that ranks may skip, all ranks run the same passes. Where nothing is gathered from other ranks, no
-        collective depends on the passes before.
-        """
-        if self.joining is not None:
-            return True
-        return not any(group.mesh.shard.size > 1 or group.mesh.has_portions for group in self.groups)
-
-    def make_joining(self) -> Joining | None:
-        """Return how the pass takes part in collectives of units that ranks may skip, if there are such units."""
-        return self.joins(self.observer.agreement) if ranks_may_skip(self.groups) else None
+    def _begin_part(self) -> None:
+        """Begin what the observer and the itinerary see as one pass, without knowledge of what was joined before."""
+        # How it takes part in collectives of units that ranks may skip, if there are such units.
+        self.joining = self.joins(self.observer.agreement) if ranks_may_skip(self.groups) else None
+        # Whether the itinerary remembers it. Ranks may run different numbers of passes that launch no collective; but
+        # with units that ranks may skip all run the same ones, and without gathers from others nothing depends on it.
+        gathers = any(group.mesh.gathers_from_others for group in self.groups)
+        self.is_remembered = self.joining is not None or not gathers
 
     def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
         """Show ``collective`` to the observer, which raises if ranks differ, and call ``start``.
@@ -109,7 +103,7 @@ class Pass:
         if self.joining is not None:
             return self.joining.launch(self, collective, start, optional=optional)
         self.observer.before(collective)
-        self.has_launched |= collective is not END
+        self.is_remembered |= collective is not END
         start()
         return True
 

@@ -379,10 +379,10 @@ class Residency:
             RuntimeError: there are some in a pass that is not ``compared``. What is gathered again follows from values,
                 so ranks might part there, and nobody would notice.
         """
-        mesh, checks = self.store.mesh, self.comm.checks
         if self.summoned:
-            return False
+            return False  # what is shown belongs to that block, and nothing was gathered
         if self.comm.lanes.on_streams:
+            checks = self.comm.checks
             if checks.are_due:
                 for counts, differ in self.store.comparison.on_device():
                     checks.add([(param.name, count) for param, count in counts], differ)
@@ -394,7 +394,7 @@ class Residency:
             f"{', '.join(names)}: the sharded parameter was written after it was gathered, in a way that no version "
             "counter shows (.data, torch._foreach_*, the local tensor of a detached parameter)."
         )
-        if not compared and (mesh.shard.size > 1 or mesh.has_portions):
+        if not compared and self.store.mesh.gathers_from_others:
             raise RuntimeError(f"{found} This forward would compute with the old values: {_REMEDY}")
         warn(
             f"{found} It is gathered again. On a GPU the forward would compute with the old values, and a later one "

@@ -271,7 +271,7 @@ class RootContext(Generic[U]):
         run.trains = torch.is_grad_enabled() and run.pending is self._pending
         if not run.trains:
             if run.route.in_method:
-                self.itinerary.end(run.route, launched=run.has_launched)
+                self.itinerary.end(run.route, remembered=run.is_remembered)
             kind = PassKind("evaluation in a method")
             run.end_part(self.itinerary.begin(kind.name, alone=run.alone, in_method=True))
             run.begin(kind, outermost=True)
@@ -340,7 +340,7 @@ class RootContext(Generic[U]):
         self.comm.checks.end_forward()
         if not run.trains:  # the host may write to shards from here on; else it may from the end of backward on
             self.comm.copies.wait()
-        self.itinerary.end(run.route, launched=run.has_launched, trains=run.trains, ended_with=run.ended_with)
+        self.itinerary.end(run.route, remembered=run.is_remembered, trains=run.trains, ended_with=run.ended_with)
         if run.trains:
             self.pending.end_forward(run.used_by_some, run.stayed)
 
@@ -444,7 +444,7 @@ class RootContext(Generic[U]):
             else:
                 self.await_backward(groups)
             if self.forward is None:
-                self.itinerary.end_backward(first_stays=not self._ends_wide, launched=run.has_launched)
+                self.itinerary.end_backward(first_stays=not self._ends_wide, remembered=run.is_remembered)
             # Not earlier: after an interrupt of that wait gradients are missing, and the next forward must find this
             # pass and raise.
             self.backward = None

@@ -289,8 +289,13 @@ class DataParallelMesh:
         return self.replicate.size // self.parts
 
     @property
+    def gathers_from_others(self) -> bool:
+        """True if a gather is a collective; False if this rank has all elements."""
+        return self.shard.size > 1 or self.has_portions
+
+    @property
     def is_pretended(self) -> bool:
-        """True if other ranks exist in a fake process group alone: what is gathered is not what the shards have."""
+        """True if other ranks are those of a fake process group: a gather brings other values than the shards have."""
         return any(axis.reaches_nobody and axis.size > 1 for axis in (self.shard, self.replicate))
 
     @property

@@ -141,19 +141,19 @@ passes = st.lists(
 
 
 @given(passes)
-def test_ranks_that_ran_other_passes_which_launched_nothing_expect_the_same(ran: list[tuple[str, Any, bool]]) -> None:
+def test_ranks_that_ran_other_passes_which_are_not_remembered_expect_the_same(ran: list[tuple[str, Any, bool]]) -> None:
     """Micro-batches on parameters that stay in memory, of which each rank may have its own number."""
     with_all, without = Itinerary[Group](), Itinerary[Group]()
-    for kind, names, launched in [*ran, ("forward", "abc", True)]:
+    for kind, names, remembered in [*ran, ("forward", "abc", True)]:
         expected = []
-        for itinerary in (with_all, without) if launched else (with_all,):
+        for itinerary in (with_all, without) if remembered else (with_all,):
             if kind == "backward":
-                itinerary.end_backward(first_stays=True, launched=launched)
+                itinerary.end_backward(first_stays=True, remembered=remembered)
                 continue
             route = itinerary.begin(kind)
             expected.append((visits(route, names), route.needed_first and route.needed_first.name))
             ended_with = GROUPS[names[-1]] if names else None
-            itinerary.end(route, launched=launched, trains=kind == "forward", ended_with=ended_with)
+            itinerary.end(route, remembered=remembered, trains=kind == "forward", ended_with=ended_with)
         assert len(expected) < 2 or expected[0] == expected[1]
 
 

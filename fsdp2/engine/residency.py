@@ -35,7 +35,7 @@ from fsdp2.comm.gather import GatherBuffers, Gathering, finish_gather, start_gat
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.collective import Collective, Launch, ObservedGroup
 from fsdp2.engine.param import FSDPParam, Shown, shows
-from fsdp2.engine.stamp import Stamp
+from fsdp2.engine.stamp import UNSEEN, Stamp
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import AllGather
 from fsdp2.sharding.mesh import Axis
@@ -376,8 +376,8 @@ class Residency:
         forwards, and a later forward raises.
 
         Raises:
-            RuntimeError: there are some in a pass that is not ``compared``. What is gathered again follows from values,
-                so ranks might part there, and nobody would notice.
+            RuntimeError: There are some in a pass that is not ``compared``. Whether to gather again depends on values
+                that ranks may see differently, and there nobody would notice that they part.
         """
         if self.summoned:
             return False  # what is shown belongs to that block, and nothing was gathered
@@ -390,15 +390,15 @@ class Residency:
         names = [param.name for param in self.store.comparison.unlike()]
         if not names:
             return False
-        found = (
-            f"{', '.join(names)}: the sharded parameter was written after it was gathered, in a way that no version "
-            "counter shows (.data, torch._foreach_*, the local tensor of a detached parameter)."
-        )
+        found = f"{', '.join(names[:8])}: the sharded parameter was written after it was gathered, {UNSEEN}"
         if not compared and self.store.mesh.gathers_from_others:
-            raise RuntimeError(f"{found} This forward would compute with the old values: {_REMEDY}")
+            raise RuntimeError(
+                f"{found}; got a forward that would compute with the old values, expected those of the shards. To "
+                f"gather again would need ranks that are compared: {_REMEDY}"
+            )
         warn(
-            f"{found} It is gathered again. On a GPU the forward would compute with the old values, and a later one "
-            f"raise an error: {_REMEDY}"
+            f"{found}. It is gathered again. On a GPU the forward would compute with the old values, and a later one "
+            f"would raise an error: {_REMEDY}"
         )
         self.free()
         self.forget_portions()

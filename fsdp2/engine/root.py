@@ -27,6 +27,7 @@ from fsdp2.engine.passes import Pass, Unit, backward_runs
 from fsdp2.engine.pending import Pending
 from fsdp2.engine.phase import Phase
 from fsdp2.engine.registry import Registry
+from fsdp2.engine.stamp import UNSEEN
 from fsdp2.policies import GradientReductionHandle
 
 __all__ = [
@@ -291,14 +292,13 @@ class RootContext(Generic[U]):
             )
 
     def _refuse_old_values(self) -> None:
-        """Raise RuntimeError if an earlier forward has computed with parameters that were old, as is known by now."""
+        """Raise RuntimeError if an earlier forward computed with old values, as the device has told by now."""
         if names := self.comm.checks.failed():
             raise RuntimeError(
-                f"{', '.join(names)}: an earlier forward has computed with old values. The sharded parameter was "
-                "written between its gather and its use, in a way that no version counter shows (.data, "
-                "torch._foreach_*, the local tensor of a detached parameter). Call reshard() on the unit of the "
-                "parameter after such a write, or write with in-place methods under torch.no_grad(), and begin again "
-                "from before these steps"
+                f"{', '.join(names[:8])}: an earlier forward computed with old values; expected those of the sharded "
+                f"parameter, which the program wrote between its gather and its use, {UNSEEN}. Call reshard() on the "
+                "unit of the parameter after such a write, or write with in-place methods under torch.no_grad(), and "
+                "resume from a checkpoint that was saved before the first such step"
             )
 
     def _check_modes(self) -> None:

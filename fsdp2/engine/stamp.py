@@ -10,7 +10,10 @@ from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.tensors import local_tensors, versions_of
 from fsdp2.engine.param import FSDPParam, have_locals, is_managed_tensor
 
-__all__ = ["Stamp", "note_optimizer_step"]
+__all__ = ["UNSEEN", "Stamp", "note_optimizer_step"]
+
+UNSEEN = "in a way that no version counter shows (.data, torch._foreach_*, the local tensor of a detached parameter)"
+"""What errors say of writes that a stamp does not notice."""
 
 _count = 0  # of steps of optimizers
 _STEPPED = "_fsdp2_stepped"

@@ -341,13 +341,13 @@ class Plan:
         return halves(world) if self.tensor_parallel and not self.experts else 1
 
     @property
-    def runs(self) -> int:
-        """How often layers run in a forward: a tree that runs twice runs all layers inside it twice."""
+    def repeats(self) -> int:
+        """How often the layer runs that runs most often in a forward: twice for each tree around it that runs twice."""
 
         def of(node: Node) -> int:
-            return (1 + node.twice) * (sum(map(of, node.children)) or (2 if node.kind == "twice" else 1))
+            return (1 + node.twice) * max(map(of, node.children), default=1)
 
-        return sum(map(of, self.nodes))
+        return max(map(of, self.nodes), default=1)
 
     @property
     def is_simple(self) -> bool:

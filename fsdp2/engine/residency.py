@@ -507,7 +507,7 @@ class Residency:
         if self.kept is Level.PIECES and self._pieces is not None:
             self._drop_gather()  # back to the pieces that it reads
         else:
-            self.ready()  # pieces that are not kept are freed behind their gather
+            self.ready()  # which frees pieces that are not kept
             self._pieces = self.store.pieces_on(ranks)
             self._pieces.copy_from_full()
         self._move(Level.PIECES)

@@ -11,6 +11,7 @@ from torch import nn
 from fsdp2._naming import class_name
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import units_below
+from fsdp2.engine.unit import get_state
 from fsdp2.module import FSDPModule
 
 __all__ = ["fsdp_modules", "no_sync"]
@@ -54,20 +55,32 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             f"no_sync: {class_name(module)} is part of a unit whose FSDPModule is above it; pass that module, or "
             "the whole model"
         )
-    groups = list(dict.fromkeys(group for unit in units for group in unit.groups))
-    before = [
-        (group, group.store.options.reduce_gradients, group.store.options.all_reduce_gradients) for group in groups
-    ]
+    before = {group: _sync(group) for unit in units for group in unit.groups}
     try:
-        for group in groups:
-            _set_sync(group, False, False)
+        for group in before:
+            _set_sync(group, (False, False))
         yield
     finally:
-        for group, reduces, all_reduces in before:
-            _set_sync(group, reduces, all_reduces)
+        # Groups that were made inside, of parameters that were added or tied, have the setting of others of their unit.
+        for made in [group for unit in units for group in unit.groups if group not in before]:
+            owner = get_state(made.modules[0])
+            beside = [] if owner is None else [group for group in owner.groups if group in before]
+            if beside:
+                before[made] = before[beside[0]]
+        for group, setting in before.items():
+            _set_sync(group, setting)
 
 
-def _set_sync(group: FSDPParamGroup, reduces: bool, all_reduces: bool) -> None:
-    if (reduces, all_reduces) != (group.store.options.reduce_gradients, group.store.options.all_reduce_gradients):
+_Sync = tuple[bool, bool]
+"""Whether a group reduces its gradients, and whether it does so over the replicate axis."""
+
+
+def _sync(group: FSDPParamGroup) -> _Sync:
+    return group.store.options.reduce_gradients, group.store.options.all_reduce_gradients
+
+
+def _set_sync(group: FSDPParamGroup, setting: _Sync) -> None:
+    if setting != _sync(group):
+        reduces, all_reduces = setting
         changed = replace(group.store.options, reduce_gradients=reduces, all_reduce_gradients=all_reduces)
         group.set_options(replace(changed, may_accumulate=True))

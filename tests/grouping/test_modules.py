@@ -118,6 +118,33 @@ def test_no_sync_restores_each_units_setting(rank, world):
         pass
 
 
+def append_layer(module: nn.Module) -> None:
+    """Parameters are added to a unit that has others."""
+    module[0].append(nn.Linear(8, 8))
+
+
+def tie_weights(module: nn.Module) -> None:
+    """A weight leaves its group, because two units share it."""
+    module[1].weight = module[0][0].weight
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("changes", [append_layer, tie_weights])
+def test_no_sync_restores_the_setting_of_groups_that_are_made_inside(rank, world, changes):
+    """Their gradients were never reduced: the block knew the groups that were there when it began."""
+    for setting in (True, False):
+        module = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
+        for unit in (module[0], module):
+            fsdp2.fully_shard(unit, mesh=mesh_1d())
+        module.set_requires_gradient_sync(setting)
+        with fsdp2.no_sync(module), fsdp2.no_sync(module[0]):
+            changes(module)
+            module(torch.ones(2, 8)).sum().backward()
+            assert all(parameter.grad is None for parameter in module.parameters())
+        module(torch.ones(2, 8)).sum().backward()
+        assert {parameter.grad is not None for parameter in module.parameters()} == {setting}
+
+
 # ---- ignored_modules ----
 
 

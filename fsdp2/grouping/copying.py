@@ -114,6 +114,7 @@ def _finish_unit(unit: FSDPState, memo: dict[int, Any]) -> None:
             inside = tuple(copy.deepcopy(module, memo) for module in group.modules)
             store, comm = group.store.for_params(params), clone.root.comm
             new.__init__(store, inside, comm, clone.notice_backward, shared=group.shared)  # type: ignore[misc]  # likewise
+            new.gradients.use_axis(group.gradients.axis)
         clone.groups.append(new)
     for name in ("forward_prefetch", "backward_prefetch"):
         setattr(clone, name, [memo.get(id(other), other) for other in getattr(unit, name)])

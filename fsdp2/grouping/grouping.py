@@ -64,21 +64,26 @@ class CallOptions:
         stay = [entry.found for entry in placed if not isinstance(entry.offload, CPUOffloadPolicy)]
         move_to(self.mesh.device, stay, managed.buffers)
         join_ties(ties, unit)
-        unit.groups[:0] = [_make_group(part, self._options_now(part[0].mesh, unit), unit) for part in parts]
+        unit.groups[:0] = [self._make_group(part, unit) for part in parts]
         _mark(managed.modules)
         for group in unit.groups:
             if group not in hooked:
                 self.hook_group(group)
         return [found for found in own if found.param.grad is not None]
 
-    def _options_now(self, mesh: DataParallelMesh, unit: FSDPState) -> GroupOptions:
-        """Return the options of a new group on ``mesh``: those of the call, or what setters have made of them."""
-        groups = [group for group in unit.groups if not group.shared]
-        alike = next((group.store.options for group in groups if group.mesh == mesh), None)
-        if alike is not None or not groups:
-            return alike or self.options
-        # A collective that was set is of the process groups of its own mesh.
-        return replace(groups[0].store.options, all_gather=None, reduce_scatter=None)
+    def _make_group(self, part: list[Placed], unit: FSDPState) -> FSDPParamGroup:
+        """Return a new group of ``unit``, with the settings of the call, or what setters have made of them."""
+        mesh, groups = part[0].mesh, [group for group in unit.groups if not group.shared]
+        alike = next((group for group in groups if group.mesh == mesh), None)
+        options = self.options
+        if alike is not None:
+            options = alike.store.options
+        elif groups:  # a collective that was set is of the process groups of its own mesh
+            options = replace(groups[0].store.options, all_gather=None, reduce_scatter=None)
+        made = _make_group(part, options, unit)
+        if alike is not None:
+            made.gradients.use_axis(alike.gradients.axis)  # which set_separate_reduce_scatter_group may have changed
+        return made
 
     def check(self, params: list[Found], before: dict[nn.Parameter, Placed]) -> list[Placed]:
         """Raise the errors with which ``manage`` would refuse ``params``, and change nothing; return the new ones.

@@ -21,6 +21,7 @@ import fsdp2
 from fsdp2._trace import listening
 from fsdp2.autograd import hooks
 from tests.support import api
+from tests.support.counting import Collectives
 from tests.support.fake import fake_mesh
 from tests.support.parity import (
     Run,
@@ -521,6 +522,22 @@ def test_what_was_set_before_holds_for_added_parameters(rank, world):
     module.append(nn.Linear(4, 4))
     module(torch.ones(1, 4)).sum().backward()
     assert torch.equal(module[2].bias.grad.full_tensor(), torch.full((4,), float(world)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("made", ["added", "copied"])
+def test_a_group_of_reductions_that_was_set_before_holds(rank, world, made):
+    """Gradients of added parameters, and those of a deep copy, went over the group of gathers again."""
+    module = api.ours.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh_of(world))
+    module.set_separate_reduce_scatter_group()
+    if made == "added":
+        module.append(nn.Linear(4, 4))
+    else:
+        module = copy.deepcopy(module)
+    with Collectives() as seen:
+        module(torch.ones(1, 4)).sum().backward()
+    gathers, reductions = ({group.group_name for group in seen.groups[kind]} for kind in ("gather", "reduction"))
+    assert not gathers & reductions
 
 
 def insert(module: nn.Module) -> None:

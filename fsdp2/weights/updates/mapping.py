@@ -229,8 +229,8 @@ class _Maker:
         for source, (names, _) in enumerate(tensors):
             for name in (names[0], *(name for name in names[1:] if name in literal)):
                 self.sources[name] = source
-        self.used: set[str] = set()
-        """Names that a rule has joined to others."""
+        self.joined: set[tuple[_Rule, str]] = set()
+        """Rules that have joined tensors, each with their names."""
 
     def made(self) -> list[Target]:
         """Return the targets."""
@@ -242,7 +242,7 @@ class _Maker:
                 targets.append(_all_of(name, source, self.tensors[source][1]))
                 continue
             fitting.add(number)
-            if name not in self.used:
+            if (self.rules[number], name) not in self.joined:
                 targets += self._apply(self.rules[number], name, stars)
         for number, rule in enumerate(self.rules):
             if number not in fitting:
@@ -284,7 +284,7 @@ class _Maker:
                 f"{self.where}: {target} is to be joined of {joined}, and the model has no {missing}; expected all of "
                 "them; correct the names of the rule"
             )
-        self.used.update(joined)
+        self.joined.update((rule, name) for name in joined)
         entries = [self.tensors[self.sources[name]][1] for name in joined]
         if len({(entry.shape[1:], entry.dtype) for entry in entries}) > 1 or not all(entry.shape for entry in entries):
             raise ValueError(

@@ -39,6 +39,13 @@ def test_the_first_rule_counts() -> None:
     assert list(names) == ["x", "y.b", "other", "ttack", "tcale", "count"]
 
 
+def test_a_rule_for_a_tensor_that_a_later_one_joins() -> None:
+    """It is sent by both, whichever of the joined tensors comes first; by the first rule it was left out otherwise."""
+    for name in ("a.q", "a.k"):
+        names = made({name: "alone", ("*.q", "*.k"): "*.qk"})
+        assert set(names) == {"alone", "a.qk", "b.qk", "stack", "scale", "count"}
+
+
 def test_stars() -> None:
     """Each stands for what that of the model's name stands for, in their order."""
     assert list(made({"*.*": "*-*.w"}))[:4] == ["a-q.w", "a-k.w", "b-q.w", "b-k.w"]

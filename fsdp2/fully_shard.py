@@ -28,7 +28,7 @@ from fsdp2.engine.unit import FSDPState, apis_of, get_state, keep_state, registe
 from fsdp2.fsdp1.arguments import merge_arguments
 from fsdp2.fsdp1.methods import FSDP1Methods, names_remedies, refuse_fsdp1
 from fsdp2.fsdp1.strategy import follow_strategy
-from fsdp2.grouping.collect import Found, collect
+from fsdp2.grouping.collect import Found, check_set, collect
 from fsdp2.grouping.copying import copy_module, deepcopy_module, refuse_pickling
 from fsdp2.grouping.grouping import CallOptions, warn_of_gradients
 from fsdp2.grouping.placing import Placed, PlacementFn
@@ -270,8 +270,10 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> C
     placement_fn = given["shard_placement_fn"]
     if placement_fn not in (None, "auto") and not callable(placement_fn):
         raise TypeError(f'fully_shard: shard_placement_fn must be callable or "auto", got {placement_fn!r}')
-    ignored, replicated = (_check_set(given, name, nn.Parameter) for name in ("ignored_params", "replicated_params"))
-    ignored_modules = _check_set(given, "ignored_modules", nn.Module)
+    ignored, replicated = (
+        check_set("fully_shard", name, given[name], nn.Parameter) for name in ("ignored_params", "replicated_params")
+    )
+    ignored_modules = check_set("fully_shard", "ignored_modules", given["ignored_modules"], nn.Module)
     for module in ignored_modules:
         if module in modules:
             raise ValueError(
@@ -325,18 +327,6 @@ def _check_names(modules: tuple[nn.Module, ...], offload: Any) -> None:
             f"{class_name(modules[0])}, such as {names[0] if names else 'none'!r}. Use names relative to the "
             "module that you pass, or pass policy=, which shards all blocks of a model with one mapping"
         )
-
-
-def _check_set(given: dict[str, Any], name: str, kind: type) -> set[Any]:
-    found = given[name]
-    if found is None:
-        return set()
-    if isinstance(found, (kind, str)) or not isinstance(found, Iterable):
-        raise TypeError(f"fully_shard: {name} must be a set of nn.{kind.__name__}, got {found!r}")
-    found = list(found)
-    if not all(isinstance(entry, kind) for entry in found):
-        raise TypeError(f"fully_shard: {name} must be a set of nn.{kind.__name__}, got {found!r}")
-    return set(found)
 
 
 def _check_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:

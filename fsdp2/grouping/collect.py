@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from fsdp2._torch.modules import composable_state
 from fsdp2.engine.param import Site
 from fsdp2.engine.unit import FSDPState, apis_of
 
-__all__ = ["Found", "Managed", "collect", "move_to"]
+__all__ = ["Found", "Managed", "check_set", "collect", "move_to"]
 
 
 @dataclass
@@ -41,6 +42,20 @@ class Managed:
     buffers: list[torch.Tensor]
     others: list[nn.Module]
     ignores: bool
+
+
+def check_set(where: str, name: str, given: Any, kind: type) -> set[Any]:
+    """Return the argument ``name`` of the function ``where`` as a set; None stands for an empty one.
+
+    Raises:
+        TypeError: It is no set, list or other collection of objects of that ``kind``.
+    """
+    if given is None:
+        return set()
+    found = given if isinstance(given, (kind, str)) or not isinstance(given, Iterable) else list(given)
+    if not isinstance(found, list) or not all(isinstance(entry, kind) for entry in found):
+        raise TypeError(f"{where}: {name} must be a set of nn.{kind.__name__}, got {found!r}")
+    return set(found)
 
 
 def collect(

@@ -8,6 +8,7 @@ from torch import nn
 
 from fsdp2._naming import class_name
 from fsdp2.engine.param import is_managed_tensor
+from fsdp2.grouping.collect import check_set
 from fsdp2.grouping.policy import PlannedUnit, Policy, choose_units
 
 __all__ = ["Plan", "describe", "plan_units"]
@@ -54,7 +55,10 @@ def plan_units(
         print(fsdp2.plan_units(model))
         ```
     """
-    ignored, left_alone = list(ignored_modules or ()), set(ignored_params or ())
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"plan_units: expected an nn.Module, got {module!r}")
+    ignored = check_set("plan_units", "ignored_modules", ignored_modules, nn.Module)
+    left_alone = check_set("plan_units", "ignored_params", ignored_params, nn.Parameter)
     units = [] if policy is None else choose_units((module,), policy, ignored, left_alone)
     return describe((module,), units, ignored, left_alone)
 

@@ -351,6 +351,29 @@ def test_a_policy_that_matches_nothing():
     assert fsdp2.plan_units(Block(), {Block}) == fsdp2.plan_units(Block(), None) == [("", 211)]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"ignored_modules": nn.Linear(2, 2)}, "ignored_modules must be a set of nn.Module, got Linear"),
+        ({"ignored_modules": [nn.Parameter(torch.ones(2))]}, "ignored_modules must be a set of nn.Module"),
+        ({"ignored_params": nn.Parameter(torch.ones(2))}, "ignored_params must be a set of nn.Parameter"),
+        ({"ignored_params": "blocks.0"}, "ignored_params must be a set of nn.Parameter, got 'blocks.0'"),
+    ],
+)
+def test_what_cannot_be_ignored(arguments, text):
+    """A plan refuses it as the call does; it raised "not iterable", or took a name for something to ignore."""
+    with pytest.raises(TypeError, match=f"plan_units: {text}"):
+        fsdp2.plan_units(Net(), {Block}, **arguments)
+    with fake_mesh(2), pytest.raises(TypeError, match=f"fully_shard: {text}"):
+        fsdp2.fully_shard(Net(), policy={Block}, **arguments)
+
+
+def test_a_plan_is_of_one_module():
+    """A list of modules, which ``fully_shard`` takes for one unit, raised "unhashable type"."""
+    with pytest.raises(TypeError, match=r"plan_units: expected an nn.Module, got \[Linear"):
+        fsdp2.plan_units([nn.Linear(2, 2)])
+
+
 def test_what_is_no_policy():
     """Wrong types, wrong signatures and wrong answers are told apart."""
     for policy in (3, "automatic", lambda: True, lambda a, b: True, object()):

@@ -33,6 +33,8 @@ class Ordering(TorchDispatchMode):
             mock.patch.object(torch.cuda.Event, "wait", self._around(torch.cuda.Event.wait, self._wait)),
             mock.patch.object(torch.cuda.Event, "synchronize", self._around(torch.cuda.Event.synchronize, self._host)),
             mock.patch.object(torch.cuda.Stream, "synchronize", self._around(torch.cuda.Stream.synchronize, self._end)),
+            mock.patch.object(torch.cuda.Event, "query", self._if_done(torch.cuda.Event.query, self._host)),
+            mock.patch.object(torch.cuda.Stream, "query", self._if_done(torch.cuda.Stream.query, self._end)),
             mock.patch.object(torch.cuda, "synchronize", self._around(torch.cuda.synchronize, self._all)),
         ]
 
@@ -54,6 +56,18 @@ class Ordering(TorchDispatchMode):
         def noted(*args: Any, **kwargs: Any) -> Any:
             note(*args, **kwargs)
             return call(*args, **kwargs)
+
+        return noted
+
+    @staticmethod
+    def _if_done(query: Any, note: Any) -> Any:
+        """Note an answer of ``query`` that all is done: the host knows as much as if it had waited."""
+
+        def noted(*args: Any) -> Any:
+            done = query(*args)
+            if done:
+                note(*args)
+            return done
 
         return noted
 

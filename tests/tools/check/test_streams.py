@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from fsdp2.tools.check.models import Small
 from fsdp2.tools.check.on_streams import watched
+from fsdp2.tools.check.ordering import Ordering
 from fsdp2.tools.check.place import Outcome, Place
 from fsdp2.tools.check.strict import filled_memory
 from fsdp2.tools.check.trial import Trial, loss_of, shard
@@ -61,3 +63,20 @@ def test_fills_are_in_order(place):
         for step in range(2):
             loss_of(model(trial.rows(step, model.width).chunk(4)[0])).backward()
     assert not device.mistakes
+
+
+@pytest.mark.parametrize("kind", [torch.cuda.Event, torch.cuda.Stream])
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_query_whose_answer_is_that_all_is_done(kind, answer, monkeypatch):
+    """What the host then launches is behind that, as after a wait of the host. The check knew of waits alone."""
+    first, other = SimpleNamespace(cuda_stream=1), SimpleNamespace(cuda_stream=2)
+    event = SimpleNamespace()
+    monkeypatch.setattr(torch.cuda.Event, "record", lambda event, stream: None)
+    monkeypatch.setattr(kind, "query", lambda asked: answer)
+    with Ordering() as ordering:
+        accesses = ordering._accesses
+        accesses.use(first.cuda_stream, [], [(0, 8)], "a copy")
+        torch.cuda.Event.record(event, first)
+        assert kind.query(event if kind is torch.cuda.Event else first) is answer
+        accesses.use(other.cuda_stream, [(0, 8)], [], "a kernel")
+    assert bool(ordering.mistakes) is not answer

@@ -71,8 +71,9 @@ def forecast(
         RuntimeError: This process already has a process group; the code reads a value, needs a device, makes a mesh of
             more ranks, or calls an operator without a fake kernel; or, with ``beside``, the code uses a feature that
             torch's own lacks, or fails with torch's own.
-        TypeError: ``build`` did not return a module.
-        ValueError: ``mesh`` is not a mesh, the mesh does not have the ``rank``, or ``steps`` or ``beside`` is invalid.
+        TypeError: ``build`` did not return a module, or ``hardware`` is no ``Hardware``.
+        ValueError: ``mesh`` is not a mesh, the mesh does not have the ``rank``, or ``backend``, ``steps`` or ``beside``
+            is invalid.
 
     Example:
         ```python
@@ -87,10 +88,16 @@ def forecast(
         print(fsdp2.forecast(build, step, mesh={"shard": 64}))
         ```
     """
-    if steps < 1 or beside not in (None, "torch"):
+    if type(steps) is not int or steps < 1 or beside not in (None, "torch"):
         raise ValueError(f'forecast: steps={steps}, beside={beside!r}; expected at least one step, and None or "torch"')
-    job = _Job(build, step, dict(mesh), hardware, backend, rank, steps, progress or (lambda doing: None))
+    if backend not in ("nccl", "gloo"):
+        raise ValueError(f'forecast: backend={backend!r}; expected "nccl", or "gloo" for CPUs')
+    if not isinstance(hardware, Hardware):
+        raise TypeError(
+            f"forecast: hardware={hardware!r}; expected fsdp2.Hardware(...), or what Hardware.load reads from a file"
+        )
     check_mesh(mesh, rank)
+    job = _Job(build, step, dict(mesh), hardware, backend, rank, steps, progress or (lambda doing: None))
     ours = _measured(job, "fsdp2")
     if beside is None:
         return ours

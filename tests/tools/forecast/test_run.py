@@ -533,8 +533,14 @@ def test_weights_are_not_loaded(tmp_path):
     [
         ({"mesh": {"shard": 0}}, ValueError, "sizes of at least 1"),
         ({"mesh": {}}, ValueError, "mesh of 0 ranks"),
+        ({"mesh": 8}, ValueError, "mesh=8; expected names and sizes of at least 1"),
+        ({"mesh": {"shard": True}}, ValueError, "sizes of at least 1"),
         ({"steps": 0}, ValueError, "steps=0.*expected at least one step"),
+        ({"steps": 1.5}, ValueError, "steps=1.5.*expected at least one step"),
         ({"rank": 8}, ValueError, "rank 8 of a mesh of 8 ranks"),
+        ({"rank": "0"}, ValueError, "rank '0' of a mesh of 8 ranks"),
+        ({"backend": "mpi"}, ValueError, 'backend=\'mpi\'; expected "nccl", or "gloo"'),
+        ({"hardware": "h100"}, TypeError, r"hardware='h100'; expected fsdp2.Hardware\(...\)"),
         ({"build": lambda mesh: None}, TypeError, "build returned NoneType; expected a module"),
     ],
 )

@@ -41,6 +41,7 @@ from fsdp2.policies import (
     OffloadOf,
     OffloadPolicy,
     PolicyOf,
+    Tied,
     offload_by_name,
     policy_by_name,
 )
@@ -99,7 +100,8 @@ def fully_shard(
         mp_policy: The dtypes of computation, reduction and outputs; see torch's ``MixedPrecisionPolicy``. Or a policy
             for each parameter: a mapping from names or patterns such as ``"*norm.weight"`` (the first match counts;
             ``""`` stands for all others and for the unit's inputs and outputs), or a function of the name. The unit
-            still has one gather. With ``policy``, names are those in ``module``.
+            still has one gather. With ``policy``, names are those in ``module``. A mapping may have any name of a tied
+            parameter.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on the CPU. Or a policy for
             each parameter: a mapping from names or patterns as for ``mp_policy``, such as the result of
             ``cpu_offload_by_budget``, or a function of the name. Parameters of one policy make a group, with its own
@@ -286,7 +288,8 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> C
             f"fully_shard: {len(ignored & replicated)} parameters are in ignored_params and in replicated_params; "
             "remove them from one of the two: gradients of ignored parameters are not reduced"
         )
-    policy_of, offload_of = policy_by_name(given["mp_policy"]), offload_by_name(given["offload_policy"])
+    tied = _tied(modules) if any(isinstance(given[name], Mapping) for name in ("mp_policy", "offload_policy")) else {}
+    policy_of, offload_of = policy_by_name(given["mp_policy"], tied), offload_by_name(given["offload_policy"], tied)
     _check_names(modules, given["offload_policy"])
     mesh, reshard = follow_strategy(
         given["strategy"], given["mesh"], given["dp_mesh_dims"], given["reshard_after_forward"]
@@ -313,6 +316,17 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> C
         ignored_modules=frozenset(ignored_modules),
         replicated=replicated,
     )
+
+
+def _tied(modules: tuple[nn.Module, ...]) -> Tied:
+    """Return all names of each parameter that has several: a unit knows it by one of them alone.
+
+    Names in several modules do not tell their parameters apart, so there are none then.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in modules[0].named_parameters(remove_duplicate=False) if len(modules) == 1 else ():
+        names.setdefault(param, []).append(name)
+    return {name: several for several in names.values() if len(several) > 1 for name in several}
 
 
 def _check_names(modules: tuple[nn.Module, ...], offload: Any) -> None:

@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -149,11 +149,30 @@ def policy_for(param: nn.Parameter, policy: MixedPrecisionPolicy) -> MixedPrecis
     return policy if dtype is policy.param_dtype else replace(policy, param_dtype=dtype)
 
 
+Tied = Mapping[str, Sequence[str]]
+"""All names of each parameter that has several, by each of them."""
+_Policy = TypeVar("_Policy")
+
+
+def _by_pattern(policies: Mapping[str, _Policy], default: _Policy, tied: Tied) -> Callable[[str], _Policy]:
+    """Return the first of ``policies`` whose pattern matches a name of the parameter, as a function of any of them."""
+    patterns = {pattern: policy for pattern, policy in policies.items() if pattern}
+
+    def of(name: str) -> _Policy:
+        names = tied.get(name, (name,) if name else ())
+        found = (p for pattern, p in patterns.items() if any(fnmatch(one, pattern) for one in names))
+        return next(found, default)
+
+    return of
+
+
 PolicyOf = Callable[[str], MixedPrecisionPolicy]
 
 
-def policy_by_name(given: object) -> PolicyOf:
+def policy_by_name(given: object, tied: Tied) -> PolicyOf:
     """Return ``mp_policy`` as a function of a parameter's name in the unit; the empty name stands for the unit itself.
+
+    A mapping may have any of the names of a ``tied`` parameter.
 
     Raises:
         TypeError: ``given`` is not a policy, a mapping of names or patterns to policies, or a function, or it has
@@ -171,9 +190,8 @@ def policy_by_name(given: object) -> PolicyOf:
         )
 
     if isinstance(given, Mapping):
-        default = checked("", given.get("", MixedPrecisionPolicy()))
-        patterns = {pattern: checked(pattern, policy) for pattern, policy in given.items() if pattern}
-        return lambda name: next((p for pattern, p in patterns.items() if name and fnmatch(name, pattern)), default)
+        policies = {pattern: checked(pattern, policy) for pattern, policy in given.items()}
+        return _by_pattern(policies, policies.get("", MixedPrecisionPolicy()), tied)
     if isinstance(given, MixedPrecisionPolicy):
         return lambda name: given
     if not callable(given) or isinstance(given, type):
@@ -189,8 +207,10 @@ def policy_by_name(given: object) -> PolicyOf:
 OffloadOf = Callable[[str], OffloadPolicy]
 
 
-def offload_by_name(given: object) -> OffloadOf:
+def offload_by_name(given: object, tied: Tied) -> OffloadOf:
     """Return ``offload_policy`` as a function of a parameter's name in the unit; "" stands for all others.
+
+    A mapping may have any of the names of a ``tied`` parameter.
 
     Raises:
         TypeError: ``given`` is not a policy, a mapping of names or patterns to policies, or a function, or it has
@@ -206,9 +226,8 @@ def offload_by_name(given: object) -> OffloadOf:
         )
 
     if isinstance(given, Mapping):
-        default = checked("", given.get("", OffloadPolicy()))
-        patterns = {pattern: checked(pattern, policy) for pattern, policy in given.items() if pattern}
-        return lambda name: next((p for pattern, p in patterns.items() if name and fnmatch(name, pattern)), default)
+        policies = {pattern: checked(pattern, policy) for pattern, policy in given.items()}
+        return _by_pattern(policies, policies.get("", OffloadPolicy()), tied)
     if isinstance(given, OffloadPolicy) or not callable(given) or isinstance(given, type):
         policy = checked("", given)
         return lambda name: policy

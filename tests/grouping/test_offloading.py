@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, OffloadPolicy, cpu_offload_by_budget
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, cpu_offload_by_budget
 from tests.grouping.models import Block, Net
 from tests.support import api
+from tests.support.fake import fake_mesh
 from tests.support.inside import options_by_name
 from tests.support.parity import assert_parity, mesh_1d, mesh_2d
 from tests.support.pool import on_ranks
@@ -22,6 +23,15 @@ class Three(nn.Module):
         super().__init__()
         self.small, self.first, self.second = (nn.Parameter(torch.zeros(n)) for n in (10, 100, 100))
         self.middle = nn.Parameter(torch.zeros(100, dtype=torch.bfloat16))
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.head.weight = self.embed.weight
 
 
 @pytest.mark.parametrize(
@@ -82,6 +92,29 @@ def test_a_budget_of_parameters_on_the_cpu(rank, world, how):
     values = run.module.state_dict()
     assert list(values) == list(plain.state_dict())
     run.module.load_state_dict(values)
+
+
+@pytest.mark.parametrize("policy", [None, {nn.Linear}, {nn.Embedding}])
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight", "hea*weight"])
+def test_any_name_of_a_tied_parameter(name, policy):
+    """A unit knows it by one name, that of whichever module comes first. A policy for another one was ignored,
+    silently: the largest parameter of a budget stayed on the device, and a head in float32 computed in bfloat16."""
+    low, high = MixedPrecisionPolicy(param_dtype=torch.bfloat16), MixedPrecisionPolicy()
+    with fake_mesh(2) as mesh:
+        module = Tied()
+        assert list(cpu_offload_by_budget(module, 64 * 8 * 4)) == ["embed.weight"]
+        fsdp2.fully_shard(
+            module,
+            mesh=mesh,
+            policy=policy,
+            offload_policy={name: CPUOffloadPolicy(pin_memory=False)},
+            mp_policy={name: high, "": low},
+        )
+        assert homes(module) == {"embed.weight": True, "head.bias": False}
+        for unit in fsdp2.fsdp_modules(module):
+            unit.unshard()
+        assert module.head.weight is module.embed.weight and module.head.weight.dtype == torch.float32
+        assert module.head.bias.dtype == torch.bfloat16
 
 
 @on_ranks(2)

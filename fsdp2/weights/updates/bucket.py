@@ -119,11 +119,15 @@ class WeightBucket:
         """Write one part to the tensor that it is a part of."""
         entry = self.update.entries[part.tensor]
         positions, values = self._read(part, entry)
-        if positions is None:
-            narrow(target, part.box).copy_(values.view([length for _, length in part.box]))
-        else:
-            at = _in_whole(positions, part.box, entry, values.device).to(target.device)
-            bits(target).put_(at, bits(values).to(target.device))
+        with (
+            torch.inference_mode(target.is_inference()),
+            torch.no_grad(),
+        ):  # an inference tensor may be written there only
+            if positions is None:
+                narrow(target, part.box).copy_(values.view([length for _, length in part.box]))
+            else:
+                at = _in_whole(positions, part.box, entry, values.device).to(target.device)
+                bits(target).put_(at, bits(values).to(target.device))
 
     def _read(self, part: Part, entry: Entry) -> tuple[torch.Tensor | None, torch.Tensor]:
         return decode(part.form, self._data(part), part.count, numel(part.box), entry.dtype)

@@ -225,3 +225,20 @@ def test_buckets(rank, world, bucket_mb):
     assert [name for bucket in buckets for name in bucket.names] == [name for name, _ in module.named_parameters()]
     together = [a.buffer.numel() + b.buffer.numel() for a, b in zip(buckets, buckets[1:])]
     assert len(buckets) == 1 or max(together) > bucket_mb * 2**20, "neighbours that fit share a bucket"
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("given", [True, False])
+def test_inference_mode(rank, world, given):
+    """An engine may make its tensors in ``torch.inference_mode()``, or receive there, and later not. Whole tensors
+    could not be written to such ones elsewhere: "Inplace update to inference tensor outside InferenceMode"."""
+    module = fsdp2.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), mesh=mesh_1d())
+    with torch.inference_mode():
+        tensors = {name: torch.zeros(parameter.shape) for name, parameter in module.named_parameters()}
+    receiver = WeightReceiver(tensors) if given else WeightReceiver()
+    sender = WeightSender(module, delta=True)
+    for step, inside in enumerate([False, True, False, True, False] if given else [True, False, True, False]):
+        nudged(module, step)
+        with torch.inference_mode(inside):
+            sender.send(receiver.apply, full=step > 2)
+        assert_received(receiver, module)

@@ -93,9 +93,7 @@ def forecast(
     if backend not in ("nccl", "gloo"):
         raise ValueError(f'forecast: backend={backend!r}; expected "nccl", or "gloo" for CPUs')
     if not isinstance(hardware, Hardware):
-        raise TypeError(
-            f"forecast: hardware={hardware!r}; expected fsdp2.Hardware(...), or what Hardware.load reads from a file"
-        )
+        raise TypeError(f"forecast: hardware={hardware!r}; expected a Hardware, as fsdp2.forecasting.cost has it")
     check_mesh(mesh, rank)
     job = _Job(build, step, dict(mesh), hardware, backend, rank, steps, progress or (lambda doing: None))
     ours = _measured(job, "fsdp2")

@@ -181,7 +181,7 @@ def policy_by_name(given: object, tied: Tied) -> PolicyOf:
     """
 
     def checked(name: str, found: object) -> MixedPrecisionPolicy:
-        if isinstance(found, MixedPrecisionPolicy):
+        if isinstance(found, MixedPrecisionPolicy) and isinstance(name, str):
             check_dtypes(found)
             return found
         raise TypeError(
@@ -218,7 +218,7 @@ def offload_by_name(given: object, tied: Tied) -> OffloadOf:
     """
 
     def checked(name: str, found: object) -> OffloadPolicy:
-        if isinstance(found, OffloadPolicy):
+        if isinstance(found, OffloadPolicy) and isinstance(name, str):
             return found
         raise TypeError(
             "fully_shard: offload_policy must be an OffloadPolicy, a mapping from names or patterns to policies, or a "

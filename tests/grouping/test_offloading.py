@@ -129,7 +129,7 @@ def test_patterns_and_mistakes(rank, world):
     names = cpu_offload_by_budget(Net(), 1 << 20)
     with pytest.raises(ValueError, match=r"'blocks\.0\.down\.weight' matches no parameter; expected names in Block"):
         fsdp2.fully_shard(Net().blocks[0], mesh=mesh_1d(), offload_policy=dict(sorted(names.items())[1:]))
-    for wrong in ({"head.weight": True}, lambda name: None, CPUOffloadPolicy):
+    for wrong in ({"head.weight": True}, {0: OffloadPolicy()}, lambda name: None, CPUOffloadPolicy):
         with pytest.raises(TypeError, match="offload_policy must be an OffloadPolicy, a mapping"):
             fsdp2.fully_shard(Net(), mesh=mesh_1d(), offload_policy=wrong)
     with pytest.raises(ValueError, match="per-param offload_policy"):

@@ -50,7 +50,8 @@ def place(
     """Choose the mesh and the spec of one parameter by ``placement_fn`` or by default; ``whole`` leaves it uncut.
 
     Raises:
-        ValueError, AssertionError: ``placement_fn`` returned an invalid placement.
+        ValueError, AssertionError: ``placement_fn`` returned an invalid placement, or a DTensor lies on ``mesh`` in
+            another way than a shard does.
     """
     policy = policy_of_param(found, policy)
     _warn_of_lost_class(found, mesh)
@@ -74,7 +75,13 @@ def place(
             f"{found.name}: Invalid shard_placement_fn result: {result!r}; return Shard(d), a ShardPlacementResult or "
             f"None.{even}"
         )
-    if isinstance(found.param, DTensor) and mesh.spmd is None and not whole and _shares_ranks(found.param, mesh):
+    if isinstance(found.param, DTensor) and mesh.spmd is None and _shares_ranks(found.param, mesh):
+        if whole:
+            raise ValueError(
+                f"{found.name}: in replicated_params, got a DTensor on {found.param.device_mesh} placed as "
+                f"{found.param.placements}; expected a plain parameter, or a tensor-parallel one on a mesh of its own. "
+                "Create it from full values, or leave a piece of it out of replicated_params"
+            )
         spec = ShardedSpec.of_shard(found.param, mesh)
         if spec is None:
             raise ValueError(

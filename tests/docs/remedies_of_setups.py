@@ -741,3 +741,16 @@ def a_parameter_of_another_placement(rank: int) -> Iterator[Call]:
     module[0].weight = nn.Parameter(replicated.full_tensor())
     fully_shard(module, mesh=mesh_1d())
     goes_on(module)
+
+
+@remedy("Create it from full values, or leave a piece of it out of replicated_params")
+def a_piece_that_is_to_be_whole(rank: int) -> Iterator[Call]:
+    """One is created from full values, another stays a shard."""
+    module, other = layers(), fully_shard(layers(), mesh=mesh_1d())
+    for name in ("first", "second"):
+        module[0].register_parameter(name, nn.Parameter(torch.ones_like(other[0].weight)))
+    yield lambda: fully_shard(module, mesh=mesh_1d(), replicated_params={module[0].first, module[0].second})
+    module[0].first = nn.Parameter(module[0].first.full_tensor())
+    fully_shard(module, mesh=mesh_1d(), replicated_params={module[0].first})
+    assert module[0].first.placements == (Replicate(),) and module[0].second.placements == (Shard(0),)
+    goes_on(module)

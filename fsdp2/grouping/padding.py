@@ -76,7 +76,7 @@ def padding_report(module: nn.Module) -> PaddingReport:
 
 
 def _bytes(group: FSDPParamGroup) -> tuple[int, int]:
-    """Return the bytes of parameters and of padding on all ranks; a whole parameter counts on every rank."""
+    """Return the bytes of parameters and of padding on the ranks that share them; whole parameters count once."""
     ranks, parts = group.mesh.shard.size, group.mesh.parts
     items = [
         PlannedParam(p.spec.layout, p.dtype, compute_dtype(p.dtype, p.policy), form=p.formats.gather)

@@ -188,7 +188,7 @@ class ShardedSpec:
     def reaches_all_ranks(self) -> bool:
         """True if no rank's piece is empty."""
         parts = self.cuts[1].layout.ranks if len(self.cuts) > 1 else 1
-        ends = {0, self.layout.ranks - 1}  # all pieces before the last one are as long as the first
+        ends = {0, self.layout.ranks - 1}  # if the last piece has elements, those before it are as long as the first
         return all(self.layout.within(rank, parts).shard_numel(parts - 1) for rank in ends)
 
     @property

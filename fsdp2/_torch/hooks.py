@@ -25,6 +25,7 @@ __all__ = [
     "dispatch_modes",
     "dynamo_is_tracing",
     "fakes_results",
+    "is_exporting",
     "makes_view",
     "outside_dynamo",
     "outside_dynamo_and_modes",
@@ -110,6 +111,11 @@ def fakes_results() -> bool:
     """Return True inside ``FakeTensorMode``: operators compute nothing, also on tensors that are not fake."""
     stack = _get_current_dispatch_mode_stack() if dispatch_modes() else []
     return any([isinstance(mode, FakeTensorMode) for mode in stack])
+
+
+def is_exporting() -> bool:
+    """Return True inside ``torch.export``, ``torch.onnx.export`` and ``torch.jit.trace``."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
 def dynamo_is_tracing() -> bool:

@@ -61,8 +61,8 @@ def pack_rows(tensors: list[torch.Tensor], rows: torch.Tensor, padding: int) -> 
     They are cast to the dtype of ``rows``; short chunks, and the last ``padding`` elements of each row, become zero.
     """
     # Made each time: if a graph capture made these zeros, they would be in memory only after the graph's first replay.
-    zeros = [tensors[0].new_zeros(len(rows), padding)] if padding else []
-    chunk_cat([*tensors, *zeros], 0, len(rows), out=rows)
+    zeros = [tensors[0].new_zeros(rows.shape[0], padding)] if padding else []
+    chunk_cat([*tensors, *zeros], 0, rows.shape[0], out=rows)
 
 
 def piece_pairs(full: torch.Tensor, rows: torch.Tensor, layout: ShardLayout) -> list[Pair]:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2._naming import class_name
 from fsdp2._torch.autograd import autograd_sequence_number, functorch_active
 from fsdp2._torch.fsdp import TorchFSDPState, torch_fully_shard
-from fsdp2._torch.hooks import dispatch_modes, outside_dynamo, outside_dynamo_and_modes
+from fsdp2._torch.hooks import dispatch_modes, is_exporting, outside_dynamo, outside_dynamo_and_modes
 from fsdp2._torch.modules import (
     REGISTRY_KEY,
     STATE_KEY,
@@ -270,10 +270,12 @@ class FSDPState(ComposableState):
 
     def _enter(self, module: nn.Module) -> tuple[Call, bool]:
         """Return the call that a forward starts or goes on with, and whether it starts."""
-        in_backward = backward_runs()
+        in_backward, root = backward_runs(), self.root
+        if root.forward is None and not in_backward:
+            self._refuse_export()
         if self._root is None or self._root() is None:
             self.init_root()
-        root = self.root
+            root = self.root
         if not in_backward:
             if root.forward is None:
                 # Several roots may have this unit: it runs under the one whose forward is under way.
@@ -490,6 +492,15 @@ class FSDPState(ComposableState):
         if reason:
             raise RuntimeError(
                 f"{self.name or 'the root'}: forward inside summon_full_params; {reason}, or leave the context first"
+            )
+
+    def _refuse_export(self) -> None:
+        """Raise RuntimeError inside a function of torch that writes down what a forward does, for other programs."""
+        if is_exporting():
+            raise RuntimeError(
+                f"{self.name or 'the root'}: forward inside torch.export, torch.onnx.export or torch.jit.trace, which "
+                "cannot record how parameters are gathered; got shards, expected full parameters. On all ranks, export "
+                "inside `with torch.no_grad(), fsdp2.summon_full_params(model, writeback=False):`"
             )
 
     def _prefetch_forward(self, run: ForwardPass, following: list[FSDPParamGroup | None]) -> None:

@@ -836,6 +836,22 @@ def ddp_over_shards(rank: int) -> Iterator[Callable[[], object]]:
 # ---- whole weights ----
 
 
+@remedy("On all ranks, export inside `with torch.no_grad(), fsdp2.summon_full_params(model, writeback=False):`")
+def exports(rank: int) -> Iterator[Callable[[], object]]:
+    """As in the text, with two functions; the error comes before other ranks are asked for anything."""
+    module, data = model(), torch.randn(2, 8)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="which cannot record how parameters are gathered"):
+            torch.jit.trace(module, data)
+    yield lambda: torch.jit.trace(module, data)
+    with torch.no_grad(), fsdp2.summon_full_params(module, writeback=False):
+        exported = [torch.export.export(module, (data,)).module(), torch.jit.trace(module, data)]
+    expected = module(data)
+    for function in exported:
+        torch.testing.assert_close(function(data), expected)
+    goes_on(module)
+
+
 @remedy("got a backward inside summon_full_params, whose gradient would be lost at the end of the block")
 def a_backward_inside(rank: int) -> Iterator[Callable[[], object]]:
     """Both ways."""

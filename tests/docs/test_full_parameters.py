@@ -31,9 +31,11 @@ def test_snippets(rank, world, tmp_path):
         "path": path,
         "receive": received.__setitem__,
     }
-    assert len(SNIPPETS) == 5
+    assert len(SNIPPETS) == 6
     for snippet in SNIPPETS:
         exec(compile(snippet, "docs/full_parameters.md", "exec"), names)
+    with torch.no_grad():
+        torch.testing.assert_close(names["program"].module()(names["inputs"]), model(names["inputs"]))
     weight = model.head.weight.full_tensor()
     torch.testing.assert_close(weight.T @ weight, torch.eye(8))  # 11 x 8, orthogonal
     grad = model.head.weight.grad.full_tensor()

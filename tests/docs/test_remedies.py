@@ -22,7 +22,7 @@ pytestmark = api.fsdp2_only
 
 NAMES_A_REMEDY = re.compile(
     r"\b([Cc]all|[Pp]ass|[Uu]se|instead|[Ss]et|[Bb]uild|[Ss]hard|[Rr]emove|[Ll]oad|[Mm]ake|[Ll]eave|[Rr]egister|[Ww]rite"
-    r"|[Pp]ut|[Tt]ake|[Kk]eep|[Rr]edistribute|[Mm]aterialize|[Rr]eplace|[Uu]ntie|[Aa]pply|[Ss]tart|pip) "
+    r"|[Pp]ut|[Tt]ake|[Ee]xport|[Kk]eep|[Rr]edistribute|[Mm]aterialize|[Rr]eplace|[Uu]ntie|[Aa]pply|[Ss]tart|pip) "
 )
 
 

@@ -449,6 +449,24 @@ def test_operators_that_compute_nothing() -> None:
         assert _torch.fakes_results()
 
 
+@probes("is_exporting")
+def test_forwards_that_torch_writes_down() -> None:
+    asked = []
+
+    class Asks(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            asked.append(_torch.is_exporting())
+            return x + 1
+
+    module, data = Asks(), torch.ones(2)
+    module(data)
+    torch.jit.trace(module, data, check_trace=False)
+    torch.export.export(module, (data,), strict=False)
+    assert asked[0] is False
+    assert len(asked) >= 3
+    assert all(asked[1:])
+
+
 @probes("clones_before_writes")
 def test_saved_tensors_that_are_cloned_before_writes() -> None:
     assert not _torch.clones_before_writes()

@@ -409,12 +409,8 @@ class FSDPModule(TorchFSDPModule):
             for group in [group for unit in self._units(recurse) for group in unit.groups]:
                 if group.mesh.replicate.size > 1:
                     raise ValueError("stream cannot be set when using native HSDP")
-
-        def change(group: FSDPParamGroup) -> GroupOptions:
-            lane = None if stream is None else Lane(group.mesh.device, stream=stream)
-            return replace(group.store.options, all_reduce_hook=hook, all_reduce_lane=lane)
-
-        self._change("set_all_reduce_hook", recurse, change)
+        lane = None if stream is None else Lane(self._get_fsdp_state().device, stream=stream)
+        self._set("set_all_reduce_hook", recurse, all_reduce_hook=hook, all_reduce_lane=lane)
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the gathers of the next forward wait for ``event`` instead of all work before the forward.
@@ -583,6 +579,8 @@ class FSDPModule(TorchFSDPModule):
 
     def _set(self, setter: str, recurse: bool, **changes: Any) -> None:
         self._change(setter, recurse, lambda group: replace(group.store.options, **changes))
+        for unit in self._units(recurse):  # it may have no group yet
+            unit.made_by = unit.made_by.with_options(replace(unit.made_by.options, **changes))
 
     def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:
         """Change the options of groups for ``setter``; ranks then compare options that must be the same on all."""

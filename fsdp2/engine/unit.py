@@ -39,6 +39,7 @@ from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
 from fsdp2.engine.collective import launch_unobserved
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import ComputedWith, FSDPParamGroup
+from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.passes import Call, CallKind, Pass, backward_runs
 from fsdp2.engine.registry import Registry
@@ -144,7 +145,14 @@ def _advance(resume: Callable[[Any], Any], sent: Any) -> tuple[bool, Any]:
 
 
 class Adopting(Protocol):
-    """The options of the ``fully_shard`` call (``grouping.CallOptions``), by which parameters are added later."""
+    """The arguments of the ``fully_shard`` call (``grouping.CallOptions``), by which parameters are added later."""
+
+    @property
+    def options(self) -> GroupOptions:
+        """The options of a group that is made when the unit has none."""
+
+    def with_options(self, options: GroupOptions) -> Adopting:
+        """Return the same with other options of such a group."""
 
     def adopt_added(self, unit: FSDPState) -> tuple[list[nn.Module], bool]:
         """Manage parameters that appeared below the modules of ``unit`` since.

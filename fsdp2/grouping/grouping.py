@@ -111,6 +111,10 @@ class CallOptions:
             placed.append(entry)
         return placed
 
+    def with_options(self, options: GroupOptions) -> CallOptions:
+        """Return the same arguments with what setters have made of the options, for a unit that has no group yet."""
+        return replace(self, options=options)
+
     def copied(self, memo: dict[int, Any]) -> CallOptions:
         """Return the same arguments for copied modules; ``memo`` of ``copy.deepcopy`` has the copied parameters."""
 

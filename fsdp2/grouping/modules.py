@@ -11,7 +11,8 @@ from torch import nn
 from fsdp2._naming import class_name
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import units_below
-from fsdp2.engine.unit import get_state
+from fsdp2.engine.options import GroupOptions
+from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.module import FSDPModule
 
 __all__ = ["fsdp_modules", "no_sync"]
@@ -55,19 +56,22 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             f"no_sync: {class_name(module)} is part of a unit whose FSDPModule is above it; pass that module, or "
             "the whole model"
         )
-    before = {group: _sync(group) for unit in units for group in unit.groups}
+    groups = {group: _sync(group.store.options) for unit in units for group in unit.groups}
+    to_come = {unit: _sync(unit.made_by.options) for unit in units}
     try:
-        for group in before:
+        for group in groups:
             _set_sync(group, (False, False))
+        for unit in units:
+            _set_sync_of_groups_to_come(unit, (False, False))
         yield
     finally:
-        # Groups that were made inside, of parameters that were added or tied, have the setting of others of their unit.
-        for made in [group for unit in units for group in unit.groups if group not in before]:
+        for unit, setting in to_come.items():
+            _set_sync_of_groups_to_come(unit, setting)
+        for made in [group for unit in units for group in unit.groups if group not in groups]:
             owner = get_state(made.modules[0])
-            beside = [] if owner is None else [group for group in owner.groups if group in before]
-            if beside:
-                before[made] = before[beside[0]]
-        for group, setting in before.items():
+            if owner is not None and owner in to_come:  # else a parameter of a unit elsewhere was tied
+                groups[made] = to_come[owner]
+        for group, setting in groups.items():
             _set_sync(group, setting)
 
 
@@ -75,12 +79,20 @@ _Sync = tuple[bool, bool]
 """Whether a group reduces its gradients, and whether it does so over the replicate axis."""
 
 
-def _sync(group: FSDPParamGroup) -> _Sync:
-    return group.store.options.reduce_gradients, group.store.options.all_reduce_gradients
+def _sync(options: GroupOptions) -> _Sync:
+    return options.reduce_gradients, options.all_reduce_gradients
+
+
+def _with_sync(options: GroupOptions, setting: _Sync) -> GroupOptions:
+    reduces, all_reduces = setting
+    return replace(options, reduce_gradients=reduces, all_reduce_gradients=all_reduces, may_accumulate=True)
 
 
 def _set_sync(group: FSDPParamGroup, setting: _Sync) -> None:
-    if setting != _sync(group):
-        reduces, all_reduces = setting
-        changed = replace(group.store.options, reduce_gradients=reduces, all_reduce_gradients=all_reduces)
-        group.set_options(replace(changed, may_accumulate=True))
+    options = group.store.options
+    if setting != _sync(options):
+        group.set_options(_with_sync(options, setting))
+
+
+def _set_sync_of_groups_to_come(unit: FSDPState, setting: _Sync) -> None:
+    unit.made_by = unit.made_by.with_options(_with_sync(unit.made_by.options, setting))

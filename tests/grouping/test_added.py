@@ -512,11 +512,14 @@ def test_two_ties_and_a_new_parameter_at_once(rank, world):
 
 
 @on_ranks(2)
-def test_what_was_set_before_holds_for_added_parameters(rank, world):
+@pytest.mark.parametrize("has_others", [True, False])
+def test_what_was_set_before_holds_for_added_parameters(rank, world, has_others):
     """They got the options of the ``fully_shard`` call: their gradients were divided by the number of ranks, silently,
-    where ``set_gradient_divide_factor`` had asked for the sum."""
+    where ``set_gradient_divide_factor`` had asked for the sum. Those of a unit without parameters of its own, which has
+    no group to remember that, still did."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    api.ours.fully_shard(module, mesh=mesh_of(world))
+    for unit in (module,) if has_others else (*module, module):
+        api.ours.fully_shard(unit, mesh=mesh_of(world))
     module.set_gradient_divide_factor(1.0)
     module(torch.ones(1, 4)).sum().backward()
     module.append(nn.Linear(4, 4))

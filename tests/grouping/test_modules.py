@@ -123,18 +123,23 @@ def append_layer(module: nn.Module) -> None:
     module[0].append(nn.Linear(8, 8))
 
 
+def append_to_root(module: nn.Module) -> None:
+    """Parameters are added to a unit that has none."""
+    module.append(nn.Linear(8, 8))
+
+
 def tie_weights(module: nn.Module) -> None:
     """A weight leaves its group, because two units share it."""
     module[1].weight = module[0][0].weight
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("changes", [append_layer, tie_weights])
+@pytest.mark.parametrize("changes", [append_layer, append_to_root, tie_weights])
 def test_no_sync_restores_the_setting_of_groups_that_are_made_inside(rank, world, changes):
     """Their gradients were never reduced: the block knew the groups that were there when it began."""
     for setting in (True, False):
         module = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8))
-        for unit in (module[0], module):
+        for unit in (*module, module):
             fsdp2.fully_shard(unit, mesh=mesh_1d())
         module.set_requires_gradient_sync(setting)
         with fsdp2.no_sync(module), fsdp2.no_sync(module[0]):

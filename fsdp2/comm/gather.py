@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -262,18 +261,19 @@ class Gathering:
 
 
 class HostCopies:
-    """Copies on the device of shards on the host, made on the copy lane; of at most two units at a time."""
+    """Copies on the device of shards on the host, made on the copy lane.
+
+    There are two while one unit is gathered and the next one copied, and one otherwise.
+    """
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
-        self._sent: deque[tuple[Buffer, torch.Event | None]] = deque()
+        self._sent: tuple[Buffer, torch.Event | None] | None = None  # the copy sent last, and the end of its gather
         self._latest: torch.Event | None = None  # the end of the copy that was started last
 
     def start_copy(self, buffers: GatherBuffers) -> torch.Event | None:
         """Copy what ``buffers`` gather; the gather lane has to wait for the event."""
         self.give_back(buffers)
-        while len(self._sent) > 1:
-            self._drop_oldest()
         with self.lanes.copy.after(self.lanes.shards_written) as done:
             buffers.fill_wire()
         self._latest = done.event
@@ -287,18 +287,23 @@ class HostCopies:
 
     def give_back(self, buffers: GatherBuffers | None) -> None:
         """Drop the copy of ``buffers`` if there is one: the next one is written to the same memory."""
-        while buffers is not None and any(wire is buffers.wire for wire, _ in self._sent):
-            self._drop_oldest()
+        if buffers is not None and self._sent is not None and self._sent[0] is buffers.wire:
+            self._drop()
 
-    def _drop_oldest(self) -> None:
-        wire, gathered = self._sent.popleft()
-        self.lanes.copy.wait(gathered)
-        wire.free()
+    def _drop(self) -> None:
+        if self._sent is not None:
+            (wire, gathered), self._sent = self._sent, None
+            self.lanes.copy.wait(gathered)
+            wire.free()
 
     def hold(self, buffers: GatherBuffers, gathered: torch.Event | None) -> None:
-        """Keep the copy until ``gathered`` of the gather lane."""
+        """Keep the copy until ``gathered`` of the gather lane, and drop the one before, whose gather ends earlier.
+
+        The next copy waits for that earlier gather alone, so it is made beside this one.
+        """
         assert buffers.wire is not None
-        self._sent.append((buffers.wire, gathered))
+        self._drop()
+        self._sent = buffers.wire, gathered
 
 
 def _on_host(shards: torch.Tensor, device: torch.device) -> bool:

@@ -16,7 +16,7 @@ Every wait between lanes, and what it protects:
 | compute         | replicate, before shards are written    | memory | Residency.before_write        |
 | copy            | compute, shards are written             | order  | HostCopies.start_copy         |
 | gather          | copy, shards are on the device          | order  | gather.start_gather           |
-| copy            | gather, before copies are dropped       | memory | HostCopies._drop_oldest       |
+| copy            | gather, before copies are dropped       | memory | HostCopies._drop              |
 | compute         | gather, before full parameters are used | order  | gather.finish_gather          |
 | compute         | gather, before extensions decode        | order  | GroupExtensions.decode        |
 | gather          | compute, before sent inputs go          | memory | GroupExtensions.decode        |

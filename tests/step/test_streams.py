@@ -69,7 +69,7 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, str], Program, str, str]] = {
     ("gather", "Residency._free_full"): (("_free_full", "_free"), training, "fp32", "packed"),
     ("copy", "HostCopies.start_copy"): (("after", "start_copy"), training, "copied from the host", "direct"),
     ("gather", "gather.start_gather"): (("after", "start_gather"), training, "copied from the host", "direct"),
-    ("copy", "HostCopies._drop_oldest"): (("_drop_oldest", "start_copy"), training, "copied from the host", "direct"),
+    ("copy", "HostCopies._drop"): (("_drop", "hold"), training, "copied from the host", "direct"),
     ("compute", "gather.finish_gather"): (("finish_gather", "_ready"), training, "fp32", "packed"),
     ("pack", "reduce._inputs"): (("after", "_inputs"), training, "mixed", "direct"),
     ("reduce", "_CustomReduceScatter.start"): (("after", "start"), allocated_by_the_group, "mixed", "packed"),

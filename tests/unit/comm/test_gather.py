@@ -293,17 +293,20 @@ def test_a_buffer_keeps_its_storage_while_its_memory_comes_and_goes() -> None:
 
 
 def test_shards_on_the_host_are_copied_beside_the_gather_before() -> None:
-    """Two copies are there at most: the third one waits for the first one's gather, and not for the second's."""
+    """The third copy waits for the first one's gather, and not for the second's; then two are given back."""
     with Device():
         lanes = Lanes(CPU)
-        copies = HostCopies(lanes)
-        for wire in [Buffer(16, CPU) for _ in range(3)]:
+        copies, wires = HostCopies(lanes), [Buffer(16, CPU) for _ in range(3)]
+        copy, gather = lanes.copy._stream, lanes.gather._stream
+        for wire in wires:
             buffers = cast(GatherBuffers, SimpleNamespace(wire=wire, fill_wire=wire.bytes.zero_))
-            with lanes.gather.after(copies.start_copy(buffers)) as gathered:
+            copied = copies.start_copy(buffers)
+            known = copy.clocks.get(gather.name, 0)
+            with lanes.gather.after(copied) as gathered:
                 wire.bytes + 1
             copies.hold(buffers, gathered.event)
-        copy, gather = lanes.copy._stream, lanes.gather._stream
-        assert copy.clocks[gather.name] == gather.clocks[gather.name] // 3
+        assert known == gather.clocks[gather.name] // 3
+        assert [wire.bytes.untyped_storage().nbytes() for wire in wires] == [0, 0, 16]
 
 
 def test_views_of_a_buffer_have_version_counters_of_their_own() -> None:
@@ -382,16 +385,30 @@ def test_encoded_parameters_of_a_group_travel_together_with_the_others() -> None
 
 def test_the_host_is_read_while_the_gather_before_is_on_its_way() -> None:
     """With shards on the host a unit's copy waits for no gather but the one before the last."""
-    waits: list[Any] = []
+    waited: list[Any] = []
+    gathered: list[Any] = []
+    copied: list[tuple[list[Any], list[Any]]] = []  # the gathers before a copy, and those that it waits for
     with mock.patch("fsdp2.comm.gather._on_host", return_value=True), fake_mesh(8) as mesh, Device() as device:
         run = Training(mesh, device, "copied from the host", "packed")
         run.step(2)
-        comm = run.model._get_fsdp_state().root.comm
+        copies = run.model._get_fsdp_state().root.comm.copies
+        start, hold = copies.start_copy, copies.hold
 
-        def note(before: Any) -> None:
-            waits.append((before, [event for _, event in comm.copies._sent]))
+        def start_copy(buffers: GatherBuffers) -> Any:
+            done = start(buffers)
+            copied.append(([*gathered], [*waited]))
+            return done
 
-        with mock.patch.object(comm.lanes.copy, "wait", side_effect=note):
+        def note_hold(buffers: GatherBuffers, event: Any) -> None:
+            hold(buffers, event)
+            gathered.append(event)
+
+        with (
+            mock.patch.object(copies, "start_copy", start_copy),
+            mock.patch.object(copies, "hold", note_hold),
+            mock.patch.object(copies.lanes.copy, "wait", side_effect=waited.append),
+        ):
             run.forward()
-    gathers = [before for before, _ in waits if before not in (None, comm.lanes.shards_written)]
-    assert len(gathers) == 4 and not any(before in under_way for before, under_way in waits)
+    assert len(copied) == 4
+    for before, waits in copied:
+        assert [event in waits for event in before] == [True] * (len(before) - 1) + [False] * bool(before)

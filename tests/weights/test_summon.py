@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import fsdp2
 from fsdp2 import summon_full_params
 from tests.support import api
 from tests.support.cases import CASES, TRANSFERS, Setup, build, build_sharded, chunk
+from tests.support.fake import fake_mesh
 from tests.support.models import Transformer, mlp
 from tests.support.parity import mesh_of, rows_of
 from tests.support.pool import on_ranks
@@ -283,6 +285,31 @@ def test_forward_inside(rank, world, reshard):
         with pytest.raises(RuntimeError, match="summon the whole unit"):
             module.blocks[0](torch.ones(1, 1, 8))
     loss_of(module(*case.inputs(0))).backward()
+
+
+EXPORTS = {
+    "jit": torch.jit.trace,
+    "onnx": lambda module, inputs: torch.onnx.export(module, inputs, io.BytesIO(), dynamo=False),
+    "export": lambda module, inputs: torch.export.export(module, inputs, strict=False),
+}
+
+
+@pytest.mark.parametrize("ran", [True, False])
+@pytest.mark.parametrize("export", EXPORTS)
+@pytest.mark.filterwarnings("ignore:.*(torch.jit|onnx|ONNX|The feature will be removed)")
+def test_export_of_shards_is_refused(export, ran):
+    """It failed with a raw error of the tracer, or, in a first forward, with one about a rank that had ended."""
+    with fake_mesh(2) as mesh:
+        module = build(CASES["mlp"])
+        for unit in (*module, module):
+            fsdp2.fully_shard(unit, mesh=mesh)
+        inputs = CASES["mlp"].inputs(0)
+        if ran:
+            module(*inputs)
+        with pytest.raises(RuntimeError, match="forward inside torch.export, torch.onnx.export or torch.jit.trace"):
+            EXPORTS[export](module, inputs)
+        module(*inputs).sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 @on_ranks(2)

@@ -579,7 +579,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _set(self, setter: str, recurse: bool, **changes: Any) -> None:
         self._change(setter, recurse, lambda group: replace(group.store.options, **changes))
-        for unit in self._units(recurse):  # it may have no group yet
+        for unit in self._units(recurse):  # one without a group uses these when parameters are added
             unit.made_by = unit.made_by.with_options(replace(unit.made_by.options, **changes))
 
     def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:

@@ -119,10 +119,8 @@ class WeightBucket:
         """Write one part to the tensor that it is a part of."""
         entry = self.update.entries[part.tensor]
         positions, values = self._read(part, entry)
-        with (
-            torch.inference_mode(target.is_inference()),
-            torch.no_grad(),
-        ):  # an inference tensor may be written there only
+        # An inference tensor may be written in that mode only.
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
             if positions is None:
                 narrow(target, part.box).copy_(values.view([length for _, length in part.box]))
             else:

@@ -309,12 +309,11 @@ class FSDPParamGroup:
         self.phases.enter("pre_forward")
         if not run.in_backward and (self._used_by is None or not self._used_by.is_running):
             self._used_by = run
-        before = self.residency.level
+        gathered_ahead = self.residency.is_gathering
+        comparable = first and not run.in_backward and not self.residency.is_callers
         self._unshard_for_compute(run.launch, in_backward=False)
-        # Not what was in memory already: the forward or the caller that it was gathered for may have written to it.
-        fresh = first and not run.in_backward and before is not Level.FULL
-        if fresh and self.residency.free_unlike_shards(compared=run.is_compared):
-            late |= before is Level.GATHERING
+        if comparable and self.residency.free_unlike_shards(compared=run.is_compared):
+            late |= gathered_ahead
             self._unshard_for_compute(run.launch, in_backward=False)
         self.residency.note_forward()
         if torch.is_grad_enabled():

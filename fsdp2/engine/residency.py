@@ -155,6 +155,11 @@ class Residency:
         return self.level is Level.GATHERING
 
     @property
+    def is_callers(self) -> bool:
+        """True if the caller asked for the full parameters that are in memory, and so may have written to them."""
+        return self.is_full and self._by_hand
+
+    @property
     def in_memory(self) -> bool:
         """True if anything beside the shards is in memory, or on its way there."""
         return self.level is not Level.SHARDS
@@ -369,11 +374,12 @@ class Residency:
         self.show("full")
 
     def free_unlike_shards(self, *, compared: bool) -> bool:
-        """Free full parameters that were gathered for this use, if the shards have other values; return whether so.
+        """Free full parameters if the shards have other values; return whether so.
 
-        Writes that no counter shows (see ``Stamp``) are found here: to shards of which a gather ahead, pieces or
-        portions were made. On streams the host would have to wait for the gather, so the device compares, in some
-        forwards, and a later forward raises.
+        Writes that no counter shows (see ``Stamp``) are found here: to shards of which a gather ahead, pieces, portions
+        or full parameters that an earlier use left in memory were made. (A write to such full parameters would be lost,
+        and has raised if a counter showed it.) On streams the host would have to wait for the gather, so the device
+        compares, in some forwards, and a later forward raises.
 
         Raises:
             RuntimeError: There are some in a pass that is not ``compared``. Whether to gather again depends on values
@@ -390,7 +396,10 @@ class Residency:
         names = [param.name for param in self.store.comparison.unlike()]
         if not names:
             return False
-        found = f"{', '.join(names[:8])}: the sharded parameter was written after it was gathered, {UNSEEN}"
+        found = (
+            f"{', '.join(names[:8])}: the sharded parameter (or the full one, if an earlier use left it in memory) was "
+            f"written after it was gathered, {UNSEEN}"
+        )
         if not compared and self.store.mesh.gathers_from_others:
             raise RuntimeError(
                 f"{found}; got a forward that would compute with the old values, expected those of the shards. To "

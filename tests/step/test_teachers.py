@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -204,6 +205,30 @@ def train_and_compare(rank: int, world: int, kind: str, write: str, graph: bool,
         torch.testing.assert_close(*outputs, msg=lambda text, s=step: f"evaluation after step {s}: {text}")
 
 
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("grad", [True, False])
+@on_ranks(1, 2)
+def test_a_write_between_forwards_that_keep_weights_in_memory(rank, world, write, grad):
+    """No backward follows, so the weights stay in memory from forward to forward, behind the write of an average.
+
+    They were trusted if no version counter showed the write. One that is trained, and one without gradients whose
+    ``reshard()`` nobody calls.
+    """
+    make = partial(nn.Sequential, nn.Linear(4, 4), nn.Linear(4, 4))
+    model, alone = beside_one_process(make, lambda module: [*module], reshard_after_forward=False)
+    pairs = [
+        ([*module.parameters()], [torch.ones_like(weight) for weight in module.parameters()])
+        for module in (model, alone)
+    ]
+    refused = pytest.raises(RuntimeError, match=r"^0\.weight, 0\.bias: a tensor was assigned to \.data")
+    for step in range(3):
+        with torch.set_grad_enabled(grad), refused if step and write == "by_assigned_data" else nullcontext():
+            torch.testing.assert_close(model(torch.ones(2, 4)), alone(torch.ones(2, 4)))
+        with torch.no_grad():
+            for held, values in pairs:
+                WRITES[write](held, values)
+
+
 # ---- where the host would have to wait for a gather, or ranks might part ----
 
 STREAMED: dict[str, dict[str, Any]] = {
@@ -235,6 +260,20 @@ def test_on_streams_a_later_forward_raises(rank, world, write, options, begins):
             for _ in range(3 if begins == 0 else 19 - begins):
                 model(torch.ones(2, 4)).mean().backward()
         assert not device.host_waits
+
+
+@on_ranks(1, 2)
+def test_on_streams_a_write_to_what_stays_in_memory_is_found(rank, world):
+    """No gather comes between the write of an average and the forward that would compute with the old values."""
+    with Device() as device, using(simulated("streams", device)):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fsdp2.fully_shard(model, mesh=mesh_of(world))
+        weights = [*model.parameters()]
+        with pytest.raises(RuntimeError, match=r"^0\.weight, .*computed with old values"):
+            for _ in range(4):
+                model(torch.ones(2, 4))
+                with torch.no_grad():
+                    by_data(weights, [torch.ones_like(weight) for weight in weights])
 
 
 @on_ranks(1)

@@ -467,7 +467,8 @@ class FSDPState(ComposableState):
                 group.residency.note_left()  # the forward may write to its shards before it uses it again
             elif unfreed or not in_backward:  # after a recomputation, backward computes with it next, and frees it
                 group.release(after)
-            if forward is not None and self._stays_for_backward(forward, group):
+            # What ``stays`` is computed with before backward too: a generator runs when the call that made it is over.
+            if forward is not None and not stays and self._stays_for_backward(forward, group):
                 group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
         if unfreed and isinstance(run, BackwardPass):
             self.root.leave_unstarted_backward(run)

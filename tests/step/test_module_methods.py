@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -468,3 +469,43 @@ def test_a_generator_of_a_unit_inside_another_call(rank, world):
     for one in (module, alone):
         one(x).square().mean().backward()
     assert_gradients(module, alone)
+
+
+class LeavesLast(nn.Module):
+    """A root whose last unit leaves a generator, or a function, that computes with the unit's weights."""
+
+    def __init__(self, last: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), last()
+
+    def forward(self, x):
+        x = self.first(x)
+        return sum(self.last(x)) if isinstance(self.last, Streams) else self.last(x)(x)
+
+
+class Scaled(nn.Linear):
+    """A layer that returns a function."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x):
+        scale = super().forward(x)
+        return lambda y: scale * F.linear(y, self.weight)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("last", [Streams, Scaled])
+def test_a_generator_or_function_of_the_last_unit(rank, world, last):
+    """From the second step on, the unit that forward ends with stays in memory, and its module shows shards until
+    backward: with these the generator computed, "mixed torch.Tensor and DTensor"."""
+    module, alone = beside_one_process(lambda: LeavesLast(last))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
+    for step in range(3):
+        for one, optimizer in zip((module, alone), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(torch.full((2, 8), 1.0 + step)).square().mean().backward()
+        assert_gradients(module, alone, step)
+        for optimizer in optimizers:
+            optimizer.step()

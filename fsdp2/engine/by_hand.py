@@ -25,7 +25,7 @@ def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None
     for unit in dict.fromkeys(used.values()):
         unit.reconcile()
     for group, unit in used.items():
-        group.lazy_init(in_root=group.in_root)
+        group.lazy_init()
         if unit.is_root is None and first is not None:
             unit = first
         by_root.setdefault(unit.root, []).append(group)

@@ -148,13 +148,12 @@ class FSDPParamGroup:
         self.store.set_options(options)
         self.residency.follow_options()
 
-    def lazy_init(self, *, in_root: bool) -> None:
+    def lazy_init(self) -> None:
         """Take in what happened to the parameters; the first forward calls this, and each gather by hand.
 
         Raises:
             RuntimeError: parameters are still on the meta device or, when offloading, not on the CPU.
         """
-        self.in_root = in_root
         self.store.check_ties()
         self.residency.adopt()
         if self.residency.needs_gather and any([param.follow_grad_dtype() for param in self.params]):

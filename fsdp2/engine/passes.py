@@ -30,9 +30,10 @@ def backward_runs() -> bool:
 
 
 class Unit(Protocol):
-    """A unit, as far as a root has to know one: its name, and the groups it drives."""
+    """A unit, as far as a root has to know one: its name, its modules, and the groups that it drives."""
 
     name: str
+    modules: tuple[nn.Module, ...]
     groups: list[FSDPParamGroup]
 
     def reconcile(self) -> None:

@@ -90,9 +90,9 @@ class RootContext(Generic[U]):
         """The innermost pass that runs."""
         return self.backward or self.forward
 
-    def take_over(self, units: list[U], module: nn.Module) -> None:
-        """Be the root of ``units`` from now on, which are named as in ``module``, the module of the first of them."""
-        self.all_states = units
+    def take_over(self, units: list[U]) -> None:
+        """Be the root of ``units`` from now on, whose parameters are named as in the module of the first of them."""
+        self.all_states, module = units, units[0].modules[0]
         self._name_groups(module)
         self._children = ChildList(module)
         for group in self.groups:

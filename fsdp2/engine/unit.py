@@ -303,7 +303,7 @@ class FSDPState(ComposableState):
             root.notice_inserted()
         if self._registrations != hooks.registrations:
             if root.forward is None:
-                root.all_states[0].follow_units(root)
+                root.all_states[0].follow_units()
             # The outermost forward looks for all: a unit's gather may start before its own forward.
             for unit in root.all_states if root.forward is None else [self]:
                 unit.notice_added()
@@ -685,13 +685,13 @@ class FSDPState(ComposableState):
         root, error = self._own_root, self._why_no_root(names)
         for unit, name in names.items():
             unit._run_under(root, name)
-        root.take_over(list(names), self.modules[0])
+        root.take_over(list(names))
         self._share_lanes()
         try:
             try:
                 if error is None:
                     for unit in names:
-                        unit._prepare(in_root=self)
+                        unit._prepare(self)
                     root.limit_communication()
             except Exception as reason:  # of any type: shard_placement_fn of an added parameter may raise its own
                 error = reason
@@ -713,13 +713,13 @@ class FSDPState(ComposableState):
                 names[unit] = f"{names[unit]}, {name}" if unit in names else name
         return names
 
-    def follow_units(self, root: RootContext[FSDPState]) -> None:
-        """Take in units that were inserted below this one, that of ``root``, and let go of those that were removed.
+    def follow_units(self) -> None:
+        """Take in units that were inserted below this one, which is a root, and let go of those that were removed.
 
         Raises:
             RuntimeError: backwards of an inserted unit are ended by the caller.
         """
-        names = self._units_below()
+        names, root = self._units_below(), self._own_root
         before = root.all_states
         if list(names) == before:
             return
@@ -731,12 +731,12 @@ class FSDPState(ComposableState):
         for unit, name in names.items():
             unit._run_under(root, name)
         try:
-            root.take_over(list(names), self.modules[0])
+            root.take_over(list(names))
             root.forget_units()
             self._share_lanes()
             for unit in names:
                 if unit not in before:
-                    unit._prepare(in_root=self)
+                    unit._prepare(self)
         except BaseException:
             root.all_states = before  # the next forward looks again, and refuses again
             raise
@@ -749,12 +749,13 @@ class FSDPState(ComposableState):
         for group in self.groups:
             group.gathered_with = [group] if group.shared else self.groups
 
-    def _prepare(self, *, in_root: FSDPState) -> None:
-        """Take in what happened to the unit's parameters since ``fully_shard``; ``in_root`` is the root's unit."""
+    def _prepare(self, outermost: FSDPState) -> None:
+        """Take in what happened to the unit's parameters since ``fully_shard``; ``outermost`` is the root's unit."""
         self._registrations = -1  # look in any case: what was inserted since fully_shard is not counted
         self.notice_added()
         for group in self.groups:
-            group.lazy_init(in_root=group in in_root.groups)
+            group.in_root = group in outermost.groups
+            group.lazy_init()
 
     def _notice_errors(self) -> None:
         """Learn when an exception leaves this unit's forward, which is the outermost."""

@@ -129,6 +129,17 @@ def test_a_forward_with_as_many_nodes_as_weights_computes_beside_its_chunks(
     assert sent == ["early"]
 
 
+def test_the_nodes_of_all_members_of_a_grouped_call_count(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of the last member counted, so that a norm and a head counted as a compiled block."""
+    counted: list[int] = []
+    monkeypatch.setattr(gradients.GroupGradients, "expect_from", lambda group, nodes: counted.append(nodes))
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
+    fully_shard([model[0], model[2]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    grouped, whole = (model(torch.ones(2, 4)), counted)[1]
+    assert grouped == whole
+
+
 def test_an_evaluation_that_passes_its_input_on_is_not_in_its_backward(mesh: DeviceMesh) -> None:
     """The input was computed with gradients, which are not gradients of the unit."""
     unit = fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)

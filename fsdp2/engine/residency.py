@@ -608,13 +608,15 @@ class Residency:
         """Show the shards of the group, and let ``block`` decide from now on what the modules show of ``params``."""
         self.ready()
         if not self.summoned:
-            self.show("shards")  # even if they are shown: requires_grad may have been changed on them
+            # Even if they are shown: requires_grad may have been changed on them. ``shown`` stays for the block's end.
+            self.store.show(self.store.params, "shards")
         self.summoned.update(dict.fromkeys(params, block))
 
     def dismiss(self, params: Iterable[FSDPParam], values: Mapping[FSDPParam, torch.Tensor]) -> None:
-        """End ``summon`` for ``params``: write new whole ``values`` to the shards and what is in memory, and show that.
+        """End ``summon`` for ``params``: write new whole ``values`` to the shards and to what is in memory.
 
-        Memory that was kept and up to date stays kept: it got the same values as the shards.
+        Show what the modules showed before. Memory that was kept and up to date stays kept: it got the same values as
+        the shards.
         """
         extended = self.store.extended
         current = self._stamp is not None and not self._stamp.changed
@@ -631,8 +633,8 @@ class Residency:
             for param in params:
                 self.summoned.pop(param, None)
             self.store.show(params, "shards", over_others=True)
-            self.shown = "shards"
-            self.show_memory()
+            if not self.summoned:
+                self.store.show(self.store.params, self.shown)
         if not self.summoned and not extended.isdisjoint(values):
             self.free()  # an extension's full parameters can only be made by a gather
 

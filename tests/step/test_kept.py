@@ -235,10 +235,10 @@ def test_shards_between_forward_and_backward(rank, world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("look", ["evaluate", "use_weights"])
+@pytest.mark.parametrize("look", ["evaluate", "use_weights", "summon"])
 def test_what_stays_for_backward_alone_is_not_shown(rank, world, look):
-    """After an evaluation, the unit that forward had ended with showed plain full parameters: an average of weights got
-    these for one unit, and shards for the others."""
+    """After an evaluation or ``summon_full_params``, the unit that forward had ended with showed plain full parameters:
+    an average of weights got these for one unit, and shards for the others."""
     module, alone = models()
     for _ in range(2):
         train(module, alone)
@@ -248,7 +248,7 @@ def test_what_stays_for_backward_alone_is_not_shown(rank, world, look):
     if look == "evaluate":
         evaluate(module, alone)
     else:
-        with fsdp2.use_weights(module):
+        with fsdp2.use_weights(module) if look == "use_weights" else fsdp2.summon_full_params(module):
             assert not any(isinstance(param, DTensor) for param in module.parameters())
     assert [type(param) for param in module.parameters()] == shown
     for loss in losses:

@@ -26,6 +26,9 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     gradients with all others. It is a collective: all ranks must enter and leave the block in the same order. A forward
     with gradients or a backward inside the block frees the parameters of the units that it uses, as everywhere else.
 
+    A checkpoint runs its function again in backward, when the block is over: let that function enter ``use_weights``
+    itself, or pass it the parameters as arguments.
+
         with fsdp2.use_weights(model.head):
             loss = F.cross_entropy(F.linear(hidden, model.head.weight), targets)
 

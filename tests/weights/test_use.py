@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
@@ -70,6 +71,32 @@ def test_a_loss_that_uses_weights(rank, world, units):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("how", ["block inside", "argument"])
+def test_a_loss_that_is_checkpointed(rank, world, how, reentrant):
+    """Its function runs again in backward, when the weight that it finds on the module is a shard."""
+    model, whole = beside_one_process(Speaker, lambda m: [m.head])
+
+    def loss_in_block(rows: torch.Tensor, weight: None) -> torch.Tensor:
+        with fsdp2.use_weights(model.head):
+            return F.linear(rows, model.head.weight).square().mean()
+
+    for step in range(3):
+        hidden, total = model(batch(step, rank)[0]), torch.zeros(())
+        for rows in hidden.split(2):
+            if how == "argument":
+                with fsdp2.use_weights(model.head):
+                    given = (lambda x, weight: F.linear(x, weight).square().mean(), rows, model.head.weight)
+                    total = total + checkpoint(*given, use_reentrant=reentrant)
+            else:
+                total = total + checkpoint(loss_in_block, rows, None, use_reentrant=reentrant)
+        (total / 2).backward()
+        assert isinstance(model.head.weight, DTensor)
+        sum(whole.head(whole(batch(step, r)[0])).square().mean() / world for r in range(world)).backward()
+        assert_gradients(model, whole, step)
 
 
 @on_ranks(2)

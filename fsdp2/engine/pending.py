@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from fsdp2.engine.group import FSDPParamGroup
@@ -22,7 +21,8 @@ class Pending:
         self.calls: BackwardRoute[FSDPParamGroup] = BackwardRoute()
         # The groups that backwards will need, and whether no input of their calls requires a gradient.
         self._expected: dict[FSDPParamGroup, bool] = {}
-        self._calls_left: Counter[FSDPParamGroup] = Counter()  # of units that ranks may skip
+        self._calls_left: dict[FSDPParamGroup, int] = {}  # whose inputs no backward has reached
+        self.opaque: set[FSDPParamGroup] = set()  # that have returned what computes with them later
         self.used: dict[FSDPParamGroup, None] = {}  # that some ranks may skip, and some rank has used
         # That stayed in memory because backward needs them first.
         self.stayed: dict[FSDPParamGroup, None] = {} if around is None else around.stayed
@@ -34,19 +34,19 @@ class Pending:
     def expect(self, group: FSDPParamGroup, *, inputs_need_none: bool) -> None:
         """Expect a backward through ``group``; ``inputs_need_none`` if no input of the call requires a gradient."""
         self._expected[group] = inputs_need_none and self._expected.get(group, True)
-        if group.store.options.reduce_unused:
-            self._calls_left[group] += 1
+        self._calls_left[group] = self._calls_left.get(group, 0) + 1
 
     def leave_call(self, group: FSDPParamGroup) -> bool:
         """Note that a backward has reached the inputs of one call of ``group``, and return whether to reduce now.
 
-        Ranks may call a unit that some skip a different number of times, so it sends its gradients after the last call.
-        Without a gradient of its inputs, a call counts until the end of the backward.
+        Some units send their gradients after the last call. Ranks may call a unit that some skip a different number of
+        times. And if a call has returned something opaque, backward comes to what that has computed by no hook: it may
+        still do so when it has reached the inputs of a later call. Without a gradient of its inputs, a call counts
+        until the end of the backward.
         """
-        if not group.store.options.reduce_unused:
-            return True
-        self._calls_left[group] = max(self._calls_left[group] - 1, 0)  # a retained graph reaches a call once more
-        return not self._calls_left[group]
+        left = max(self._calls_left.get(group, 0) - 1, 0)  # a retained graph reaches a call once more
+        self._calls_left[group] = left
+        return not left or not (group.store.options.reduce_unused or group in self.opaque)
 
     def expects(self, group: FSDPParamGroup) -> bool:
         """Return whether a backward through ``group`` is still to come."""

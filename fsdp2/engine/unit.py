@@ -445,6 +445,8 @@ class FSDPState(ComposableState):
             call.boundary.end(result)
             if self.groups:
                 self._watch_results(call, result, in_backward)
+            if result.opaque:
+                self.root.pending.opaque.update(self.groups)
         # No hook can be put on tensors inside a function or a generator, so backward may enter there without a gather.
         self._release(call, run, in_backward, stays=trains and result.opaque)
 

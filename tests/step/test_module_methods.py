@@ -509,3 +509,24 @@ def test_a_generator_or_function_of_the_last_unit(rank, world, last):
         assert_gradients(module, alone, step)
         for optimizer in optimizers:
             optimizer.step()
+
+
+class CallsTwice(LeavesLast):
+    """A root that calls such a unit on what the unit left to an earlier call."""
+
+    def forward(self, x):
+        return super().forward(super().forward(x).tanh())
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("last", [Streams, Scaled])
+def test_a_generator_or_function_of_a_unit_that_is_called_again(rank, world, last):
+    """Backward has the gradients of the later call's inputs before it comes to what the earlier one left, by no hook:
+    the unit was freed, "modified by an inplace operation"."""
+    module, alone = beside_one_process(lambda: CallsTwice(last))
+    for step in range(2):
+        for one in (module, alone):
+            one.zero_grad()
+            one(torch.ones(2, 8)).square().mean().backward()
+        assert_gradients(module, alone, step)

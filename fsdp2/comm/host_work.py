@@ -117,7 +117,7 @@ class _WaitElsewhere:
         self._is_waited_for = True
         try:
             self._work.wait()
-        except Exception as error:  # of any type: the thread must live on, and who waits must learn of it
+        except Exception as error:  # of any type: the thread must live on, and whoever waits must learn of it
             self._error = error
         self._done.release()
 

@@ -242,8 +242,8 @@ class FSDPParamGroup:
     def after_save(self, module: nn.Module, saved: dict[str, Any], prefix: str, *unused: object) -> None:
         """Show what the pass computes with. Between passes shards stay shown, since optimizers hold these.
 
-        Who writes to what was ``saved`` (``torch.distributed.checkpoint.load``) writes to the shards, also through
-        local tensors: these get the version counters of ours, by which that shows.
+        What is written to ``saved`` tensors later (by ``torch.distributed.checkpoint.load``) is written to the shards.
+        Their local tensors share the version counters of ours, so that a write through one of them shows.
         """
         for param in self.params:
             for site in param.sites:

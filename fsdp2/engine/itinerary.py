@@ -21,9 +21,10 @@ T = TypeVar("T")
 # How many earlier passes make a context, the longest first; 32 passes are 16 micro-batches.
 _PASSES_BEFORE = (32, 16, 8, 4, 2, 1)
 MOST_CONTEXTS = 4096
-"""The most contexts to remember, since a loop without a pattern never stops making more. Then all are forgotten."""
+"""The largest number of contexts to remember, since a loop without a pattern never stops making new ones. Then all are
+forgotten."""
 _MOST_CALLS = 1 << 16
-"""The most calls to record, since forwards with gradients that no backward follows add calls for ever."""
+"""The largest number of calls to record, since forwards with gradients that no backward follows add calls forever."""
 
 
 Context = tuple[Hashable, ...]

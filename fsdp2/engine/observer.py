@@ -1,6 +1,6 @@
 """The observer of passes, which sees each collective before it is launched.
 
-Ranks that launch different collectives would wait for each other for ever, so ``fsdp2/ranks`` observes passes. The
+Ranks that launch different collectives would wait for each other forever, so ``fsdp2/ranks`` observes passes. The
 engine shows a collective in one method, ``Pass.launch``. If ranks may skip units, a pass asks an agreement instead.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["Observer", "Unobserved", "make_observer", "observe_with"]
 
 
 class Observer(Protocol):
-    """Sees every pass under one root. Each method may raise, and then the pass does not go on; none answers."""
+    """Sees every pass under one root. If a method raises, the pass does not go on. None returns anything."""
 
     @property
     def agreement(self) -> Agreement:

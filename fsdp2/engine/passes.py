@@ -37,7 +37,7 @@ class Unit(Protocol):
     groups: list[FSDPParamGroup]
 
     def reconcile(self) -> None:
-        """Take in what others have put on the modules, since that is the truth."""
+        """Take in what others have put on the modules."""
 
     def forget_calls(self, run: Pass) -> None:
         """Forget calls that ``run`` has left unended."""

@@ -60,7 +60,7 @@ class RootContext(Generic[U]):
         self._pending = Pending()
         self.forward: ForwardPass | None = None  # the pass that runs
         self.backward: BackwardPass | None = None
-        # Left gradients are being reduced. After an interrupt of that some are missing, and the next pass must raise.
+        # Gradients that backwards left are being reduced. After an interrupt some are missing, so the next pass raises.
         self.synchronizes = False
         self.is_last_backward = True
         self.manual = False  # the caller ends backwards
@@ -128,7 +128,7 @@ class RootContext(Generic[U]):
     def use_comm(self, comm: CommContext) -> None:
         """Let all groups communicate on ``comm`` from now on, after what they have in flight."""
         if comm is not self.comm:
-            self.comm.reductions.finish()  # who waits for gradients looks at the lanes of today
+            self.comm.reductions.finish()  # later waits for gradients look at the new lanes alone
         self.comm = comm
         self.limit_communication()
         for group in self.groups:
@@ -224,8 +224,8 @@ class RootContext(Generic[U]):
         alone, kind = self.runs_alone, kind_of_forward()
         if not self._compared:
             self.observe(None, kind)
-        # A forward that is still there was interrupted (KeyboardInterrupt), which no hook tells. One without gradients
-        # holds nothing.
+        # A forward that is still there was interrupted (KeyboardInterrupt), which no hook reports. Without gradients it
+        # has kept nothing.
         aborted = earlier is not None and earlier.trains
         observer = Unobserved() if alone else self.observer
         pending = self._pending if torch.is_grad_enabled() else Pending(self._pending)

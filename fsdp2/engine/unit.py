@@ -543,7 +543,7 @@ class FSDPState(ComposableState):
         self._calls[:] = [call for call in self._calls if call.run is not run]
 
     def reconcile(self) -> None:
-        """Take in what others have put on the modules, since that is the truth; who reads parameters calls this."""
+        """Take in what others have put on the modules; everyone who reads or writes parameters calls this first."""
         if self.why_no_forward is None:  # what summon_full_params shows would look like added parameters
             self.notice_added()
         lasting = self.root.running is None  # else it may have been put there for the call that runs

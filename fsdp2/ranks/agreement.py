@@ -205,7 +205,7 @@ def _choose_apart(wants: list[Any], inside: set[int]) -> Any:
     if may_skip := [want for want in reductions if want["marked"] and want["collective"][1] not in inside]:
         return min(may_skip, key=_in_order)["collective"]
     # Where some ranks skip a unit, they may prefetch the next one. The prefetch can wait for what others need, but not
-    # for a reduction: who prefetches may still use units inside the reduced one, which the others have skipped.
+    # for a reduction: a rank that prefetches may still use units inside the reduced one, which others skipped.
     needed = [want for want in wants if not (want["optional"] and want in gathers)]
     if gathers and reductions and len(gathers) + len(reductions) == len(wants):
         needed = [want for want in needed if want in gathers] or [min(gathers, key=_in_order)]

@@ -133,7 +133,7 @@ class _Process:
                 monitor.board.look(monitor.history, shows=False)
 
     def watch_waits(self) -> None:
-        """Say from now on in the log in what this process waits for long, and where all other ranks are.
+        """From now on, log where this process waits for a long time, and where all other ranks are.
 
         The keys have no incarnation, which only a collective can agree on: it may be that very one in which ranks wait.
         """
@@ -146,7 +146,7 @@ class _Process:
         self._standstill.start()
 
     def end_watch(self) -> None:
-        """Say no more in what this process waits."""
+        """Stop logging where this process waits."""
         with self._lock:
             standstill, self._standstill = self._standstill, None
         if standstill is not None:
@@ -262,7 +262,7 @@ def _make_process(world: dist.ProcessGroup) -> _Process | None:
 
 
 def watch_waits(mesh: DataParallelMesh) -> None:
-    """Say in the log in what this process waits for long, from the first unit on.
+    """Log where this process waits for a long time, from the first unit on.
 
     The first forward is too late: before it, one rank may load or gather what it alone is told to.
     """

@@ -251,7 +251,7 @@ class FSDPParamGroup:
                 if isinstance(value, DTensor) and param.is_stored_as(value):
                     set_local_tensor(value, param.local.detach())
         if self.is_entered:
-            self.residency.show_memory()
+            self.residency.show_full()
 
     def before_load(self, *unused: object) -> None:
         """Show the shards, so that values are loaded into them, and free what was made of the old ones.

@@ -58,15 +58,6 @@ _MOVES: dict[Level, tuple[Level, ...]] = {
     Level.GATHERING: (Level.SHARDS, Level.PIECES, Level.FULL),  # the first two: a prefetch that was not used
     Level.FULL: (Level.SHARDS, Level.PIECES),
 }
-_SHOWN: dict[Level, Shown] = {
-    Level.SHARDS: "shards",
-    Level.PIECES: "pieces",
-    Level.GATHERING: "shards",
-    Level.FULL: "full",
-}
-"""The tensors that modules show at a level by default. Some show shards all the same, until the group is used next."""
-
-
 _REMEDY = "call reshard() on the unit of the parameter after such a write"
 
 
@@ -597,10 +588,10 @@ class Residency:
         if not self.summoned and self.shown != "shards":
             self.show("shards")
 
-    def show_memory(self) -> None:
-        """Undo ``show_shards``: make the modules show what is in memory."""
-        if not self.summoned and self.shown != _SHOWN[self.level]:
-            self.show(_SHOWN[self.level])
+    def show_full(self) -> None:
+        """Undo ``show_shards`` if full parameters are in memory."""
+        if not self.summoned and self.is_full:
+            self.show("full")
 
     # ---- summon_full_params, which decides for a while what the modules show ----
 

@@ -365,8 +365,11 @@ class Execution:
         """Go back from one of the kept losses, which may be used again if ``retain``."""
         if self.pending:
             index %= len(self.pending)
-            # torch allows one backward through what a selective checkpoint has recomputed.
-            retain = retain and not any(node.recompute == "selective" for node in self.plan.all_nodes())
+            # torch allows one backward through what a selective checkpoint has recomputed, or a graph of AOTAutograd.
+            once = self.plan.backend == "aot_eager" or any(
+                node.recompute == "selective" for node in self.plan.all_nodes()
+            )
+            retain = retain and not once
             loss = self.pending[index] if retain else self.pending.pop(index)
             self.back(loss, retain)
 

@@ -29,13 +29,21 @@ __all__ = [
     "makes_view",
     "outside_dynamo",
     "outside_dynamo_and_modes",
+    "skipped_by_dynamo",
     "written_by",
 ]
 
 _M = TypeVar("_M", bound=Callable[..., Any])
 
 # The function that compiles Python frames now; None outside of compiled code, where nothing has to be disabled.
-_compile_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_frames = torch._C._dynamo.eval_frame
+_compile_callback: Callable[[], object] = _frames.get_eval_frame_callback
+
+# What to do with a frame, and with those that it calls. Functions of torch._dynamo set this too, but it is imported
+# when a program compiles something, and then it meets our hooks before we could call them.
+_SKIP, _DEFAULT = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+_SKIPPED = _frames._FrameExecStrategy(_SKIP, _DEFAULT)
+_ALL_SKIPPED = _frames._FrameExecStrategy(_SKIP, _SKIP)
 
 # The number of active modes. Every hook calls it, so it must be fast.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -44,6 +52,16 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # recomputation, would make it return wrong results or raise an error.
 _names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 _CHECKPOINTS = tuple(getattr(checkpointing, name) for name in _names if hasattr(checkpointing, name))
+
+
+def skipped_by_dynamo(function: _M) -> _M:
+    """Return ``function``, which autograd calls. Dynamo leaves it as it is, and everything that it calls.
+
+    That is for a backward inside a compiled function. Unlike ``outside_dynamo`` it costs nothing per call, and it does
+    not help where Dynamo traces the caller.
+    """
+    _frames.set_code_exec_strategy(function.__code__, _ALL_SKIPPED)  # type: ignore[attr-defined]  # it is a function
+    return function
 
 
 def outside_dynamo(method: _M, among_modes: Callable[..., Any] | None = None) -> _M:
@@ -63,12 +81,13 @@ def outside_dynamo(method: _M, among_modes: Callable[..., Any] | None = None) ->
         if not disabled:
             why = "fsdp2's hooks are not compiled"
             disabled.append(dynamo.disable(among_modes or method, recursive=True, reason=why))
-            dynamo.eval_frame.skip_code(run.__code__)  # type: ignore[attr-defined]  # wraps() hides that it is a function
         if _compile_callback() is None:
             return called(*args, **kwargs)
         return disabled[0](*args, **kwargs)
 
+    # Dynamo heeds the mark where it traces a call of ``run``, and the strategy where Python comes to ``run`` by itself.
     run._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo's mark, on a function
+    _frames.set_code_exec_strategy(run.__code__, _SKIPPED)  # type: ignore[attr-defined]  # wraps() hides what it is
     return run  # type: ignore[return-value]  # wraps() hides that the signature is method's
 
 

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch.autograd import functorch_active, gradient_hook_tables, tangents_of, view_base
+from fsdp2._torch.hooks import skipped_by_dynamo
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.optimizers import put_first_after_step
 from fsdp2._torch.tensors import AsyncCollectiveTensor, uncount_write
@@ -294,6 +295,7 @@ class _OneInput:
         self._watchers = done, starting
         self._changed = False
 
+    @skipped_by_dynamo
     def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
         """Run before the view's node: what was computed before a change comes here, and something may be left."""
         return None if self._changed else _inputs_are_done(grads, *self._watchers)
@@ -302,7 +304,7 @@ class _OneInput:
         """Watch the node that made the input instead if the module has changed it."""
         if view._version != version and made_by is not None:
             self._changed = True
-            made_by.register_prehook(lambda grads: _inputs_are_done(grads, *self._watchers))
+            made_by.register_prehook(skipped_by_dynamo(lambda grads: _inputs_are_done(grads, *self._watchers)))
 
 
 def _inputs_are_done(
@@ -339,7 +341,7 @@ def watch_exit(grad: torch.Tensor | None, starting: Callable[[torch.Tensor], Non
     nothing was computed from that output, but from another output of the same autograd function.
     """
     if grad is not None and grad.requires_grad and not grad.is_leaf:
-        grad.register_hook(lambda outgoing: _watch_entry(outgoing, starting))
+        grad.register_hook(skipped_by_dynamo(lambda outgoing: _watch_entry(outgoing, starting)))
 
 
 class _SeveralInputs(torch.autograd.Function):
@@ -361,6 +363,7 @@ class _SeveralInputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @skipped_by_dynamo
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]  # torch's are untyped
         return (None, *_inputs_are_done(grads, *ctx.watchers))
 
@@ -402,6 +405,7 @@ def watch_outputs(
     return watched, tensors
 
 
+@skipped_by_dynamo
 def _start_by(output: int, starting: Callable[[torch.Tensor], None], grads: tuple[torch.Tensor | None, ...]) -> None:
     """Call ``starting`` with the gradient of one ``output`` of a node, unless backward comes by its other outputs."""
     grad = grads[output]
@@ -444,6 +448,7 @@ class _BackwardStarts(torch.autograd.Function):
         ctx.starting = inputs[0]
 
     @staticmethod
+    @skipped_by_dynamo
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]  # torch's are untyped
         ctx.starting(grad)
         return None, grad

@@ -11,6 +11,7 @@ import torch
 
 from fsdp2 import _trace
 from fsdp2._torch.autograd import graph_task_id, will_accumulate
+from fsdp2._torch.hooks import skipped_by_dynamo
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.comm.context import CommContext
 from fsdp2.comm.reduce import Finished, ReducePlan, reduce_chunk
@@ -182,6 +183,7 @@ class GroupGradients:
         return [i for i in self._current_plan().reduced if self._store.params[i].requires_grad]
 
     @staticmethod
+    @skipped_by_dynamo
     def _arrives(gradients: weakref.ref[GroupGradients], i: int, full: torch.Tensor) -> None:
         """Launch the chunks that gradient ``i``, just finished, completes; stage 7 of the life of a parameter."""
         self = gradients()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _trace
-from fsdp2._torch.hooks import clones_before_writes, fakes_results, outside_dynamo
+from fsdp2._torch.hooks import clones_before_writes, fakes_results, outside_dynamo, skipped_by_dynamo
 from fsdp2._torch.tensors import FakeTensor
 from fsdp2.autograd.hooks import ChildList
 from fsdp2.comm.collectives import chunks_in_flight
@@ -415,6 +415,7 @@ class RootContext(Generic[U]):
         if self.backward is run and not run.started and not run.entered:
             self.backward = None
 
+    @skipped_by_dynamo
     def end_backward(self, run: BackwardPass) -> None:
         """Reduce what is left (groups whose inputs needed no gradient, groups not used) and wait for all of it.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from tests.grouping.models import Net
 from tests.step.test_tensor_parallel import language, llama, sharded
 from tests.support import api
 from tests.support.composition import composes, refuses
-from tests.support.parity import WIDTH, Run, accumulate, assert_same, mesh_1d, mesh_2d, mesh_of, play
+from tests.support.parity import WIDTH, Run, accumulate, assert_same, mesh_1d, mesh_2d, mesh_of, on_one_axis, play
 from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -133,6 +135,52 @@ def test_every_way(rank, world, way, reshard):
 def test_inductor(rank, world, way):
     """The default backend generates code for the CPU."""
     assert_same_training(compiled(way, "inductor"), against="alone", tolerance=1e-4)
+
+
+class TwoInputs(nn.Linear):
+    """A block whose backward is watched at several inputs."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
+class Mixed(nn.Module):
+    """Blocks of one input and of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(WIDTH, WIDTH), TwoInputs(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x), self.scale(x))
+
+
+def whole_step(run: Run) -> None:
+    """Train by a function that is compiled with its backward."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = run.module(x).square().mean()
+        loss.backward()
+        return loss
+
+    torch._dynamo.reset()
+    compiled_step = torch.compile(step, backend="eager")
+    for number in range(2):
+        run.note_loss(compiled_step(run.inputs(number)))
+        run.update()
+
+
+@on_ranks(2, limit=180)
+def test_a_backward_inside_a_compiled_function(rank, world):
+    """Dynamo traced dozens of frames of ours in such a backward, and one in the first forward of any compiled program,
+    and warned of builtins that it does not know, with the advice to report them to PyTorch."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_same_training(on_one_axis, build=Mixed, program=whole_step, against="alone")
+    assert not [str(one.message) for one in caught if "Dynamo" in str(one.message)]
+    codes = [code() for code in torch._dynamo.convert_frame.input_codes.seen]
+    files = {code.co_filename for code in codes if code is not None}
+    assert files and not [file for file in files if Path(file).is_relative_to(Path(api.ours.__file__).parent)]
 
 
 @refuses("compile", by="both", reason="`fullgraph=True` for the whole model: the graph breaks at the hooks of blocks")

@@ -513,6 +513,26 @@ def test_compilation_breaks_at_what_is_outside() -> None:
     assert compiling and not any(compiling)
 
 
+@probes("skipped_by_dynamo")
+def test_what_autograd_calls_is_not_compiled() -> None:
+    def inner() -> None:
+        compiling.append(torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None)
+
+    @_torch.skipped_by_dynamo
+    def hook(grad: Tensor) -> None:
+        inner()
+
+    @torch.compile(backend="eager")
+    def function(x: Tensor) -> None:
+        x.square().sum().backward()
+
+    compiling: list[bool] = []
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(hook)
+    function(leaf)
+    assert compiling == [False] and leaf.grad is not None
+
+
 @probes("overrides_setattr", "non_persistent_buffers")
 def test_modules_tell_what_they_watch_and_leave_out() -> None:
     module = nn.BatchNorm1d(2)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fsdp2._torch.hooks import skipped_by_dynamo
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.comm.streams import current_stream
 from fsdp2.engine.index import param_of
@@ -102,6 +103,7 @@ class EarlyGradients:
     # ---- in backward ----
 
     @staticmethod
+    @skipped_by_dynamo
     def _arrives(early: weakref.ref[EarlyGradients], param: Any) -> None:
         """Send the gradients that have come, if that of ``param`` completes what is sent at once."""
         self = early()

@@ -46,9 +46,9 @@ class ForwardPass(Pass):
         self.stayed: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
 
     def prefetch(self, group: FSDPParamGroup) -> None:
-        """Start gathering what is needed later in the pass; if ranks may skip units, it may be left for later."""
+        """Do the same, and free pieces first that were made of other shards."""
         if group.residency.is_outdated():
-            group.reshard()  # its pieces were made of other shards
+            group.reshard()
         super().prefetch(group)
 
     def is_quiet(self, group: FSDPParamGroup) -> bool:

@@ -44,8 +44,9 @@ class Pending:
         still do so when it has reached the inputs of a later call. Without a gradient of its inputs, a call counts
         until the end of the backward.
         """
-        left = max(self._calls_left.get(group, 0) - 1, 0)  # a retained graph reaches a call once more
-        self._calls_left[group] = left
+        left = self._calls_left.get(group, 0)
+        if left:  # a retained graph reaches a call once more
+            self._calls_left[group] = left = left - 1
         return not left or not (group.store.options.reduce_unused or group in self.opaque)
 
     def expects(self, group: FSDPParamGroup) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn, optim
+from torch.distributed.tensor import DTensor
 
 from fsdp2._naming import class_name
 from fsdp2._torch.tensors import versions_of
@@ -42,12 +43,36 @@ _REMEDY_FOR_METHODS = (
     "call fsdp2.register_fsdp_forward_method(module, {method!r}) after fully_shard, where module is the {kind} whose "
     "method this is, or use the parameter inside `with fsdp2.use_weights(module):`"
 )
-_PLACEMENT = "Sharding propagation failed", "does not have a sharding strategy registered"  # torch 2.13, and 2.11
+_REMEDY_FOR_WRITES = (
+    "got a write to a shard, expected one to the full parameter or its gradient; write inside "
+    "`with fsdp2.summon_full_params(module, with_grads=True):`, which copies new values to the shards"
+)
+_REMEDY_FOR_OPERATORS = (
+    "got a shard, on which DTensor cannot compute this operator, expected a plain tensor; give it what `full_tensor()` "
+    "of the shard returns, on every rank, or the parameter inside `with fsdp2.summon_full_params(module):`"
+)
+_REMEDY_FOR_COLLECTIVES = (
+    "a collective of torch.distributed got a shard, of which each rank has another, expected a plain tensor. Leave the "
+    "collective out if it averages gradients: backward has done so. To make ranks equal, call "
+    "fsdp2.sync_module_states(module) before fully_shard; to send whole values, send what `full_tensor()` returns, "
+    "which every rank calls"
+)
+_REMEDY_FOR_LOADING = (
+    "load_state_dict got shards for the plain parameters of {0}, expected whole tensors; make the state dict on every "
+    "rank inside `with fsdp2.state_dict_type(model, StateDictType.FULL_STATE_DICT):`, where model is the sharded one"
+)
+_LACKS = (
+    "Sharding propagation failed",  # torch 2.13
+    "does not have a sharding strategy registered",
+    "is not supported for tensor subclasses",  # numpy() and tolist()
+)
 _STEP = (
     "build it as fsdp2.use_full_params({0}(...)), which runs the step on full parameters, or as "
     "fsdp2.use_local_shards({0}(...)) if it updates each element alone"
 )
 _STORAGE = "access the data pointer on an invalid python storage"
+_COLLECTIVE = re.compile(r"\bc10d\.\w+\.\w+ (got mixed|does not have)")
+_WRITE = re.compile(r"\baten\.(\w+)_\.")  # operators that write end with an underscore
 _GONE = re.compile(r"is at version (\d+); expected version")
 _MEMORY = (
     "DTensors have no memory of their own: got one, perhaps of a state dict of shards, expected a plain tensor; "
@@ -100,21 +125,29 @@ def _hint(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> str 
         return _about_gone(int(found[1]), groups)
     if any(part in text for part in _DTYPES):
         return _buffers(_frames(error.__traceback__), groups)
-    if _TEXT not in text and not any(placement in text for placement in _PLACEMENT):
+    lacks = any(part in text for part in _LACKS)
+    if _TEXT not in text and not lacks:
         return None
     units = _shown(groups)
     frames = list(_frames(error.__traceback__))
     if (optimizer := _stepping(frames)) is not None and _holds(optimizer, units):
         name = type(optimizer).__name__
         return f"{name}: its step got shards, and computes as if they were full parameters; {_STEP.format(name)}"
-    if _TEXT not in text:
-        return None
-    used, named = _used(frames[-1], units)
-    if not used:
+    if units and _COLLECTIVE.search(text):
+        return _REMEDY_FOR_COLLECTIVES
+    if (plain := _loads_shards(frames[-1].tb_frame)) is not None:
+        return _REMEDY_FOR_LOADING.format(class_name(plain))
+    failing = next((one for one in reversed(frames) if not _is_dtensors(one)), frames[-1])
+    used, named = _used(failing, units)
+    if not used or (lacks and not named):
         return None
     meant = list(dict.fromkeys(f"{p.name} (unit {units[p]})" for p in used))  # before the first forward, of equal names
     names = ", ".join(meant[:_SHOWN])
     names = f"{'' if named else 'possibly '}{names}{', ...' if len(meant) > _SHOWN else ''}"
+    if (write := _WRITE.search(text)) is not None and _writes_to(failing, write[1], used):
+        return f"{names}: {_REMEDY_FOR_WRITES}"
+    if lacks:
+        return f"{names}: {_REMEDY_FOR_OPERATORS}"
     remedy = _method_remedy(error.__traceback__, used)
     return f"{names}: got a shard, expected the full parameter, which exists in its unit's forward; {remedy}"
 
@@ -168,15 +201,19 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
+def _is_dtensors(trace: TracebackType) -> bool:
+    """Whether the frame is one of DTensor's dispatcher, which the failing line called."""
+    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("torch.distributed.tensor")
+
+
 def _stepping(frames: Iterable[TracebackType]) -> optim.Optimizer | None:
     """Return the optimizer whose step failed in its own source; None if another module's code failed (a closure's)."""
     found, source = None, None
     for one in frames:
         if isinstance(stepping := one.tb_frame.f_locals.get("self"), optim.Optimizer):
             found = stepping
-        name = one.tb_frame.f_globals.get("__name__", "")
-        if not name.startswith("torch.distributed.tensor"):  # DTensor's dispatcher, which the failing line called
-            source = name
+        if not _is_dtensors(one):
+            source = one.tb_frame.f_globals.get("__name__", "")
     return found if found is not None and type(found).__module__ == source else None
 
 
@@ -201,6 +238,28 @@ def _used(trace: TracebackType, params: Iterable[FSDPParam]) -> tuple[list[FSDPP
     return [], False
 
 
+def _loads_shards(frame: FrameType) -> nn.Module | None:
+    """Return the module whose ``load_state_dict`` failed in this frame because it has plain parameters for shards."""
+    module, values = frame.f_locals.get("self"), frame.f_locals.get("state_dict")
+    if frame.f_code.co_name != "load_state_dict" or not isinstance(values, Mapping):
+        return None
+    if not isinstance(module, nn.Module):
+        return None
+    own = module.named_parameters()
+    return module if any(isinstance(values.get(n), DTensor) and not isinstance(p, DTensor) for n, p in own) else None
+
+
+def _writes_to(trace: TracebackType, operator: str, params: Iterable[FSDPParam]) -> bool:
+    """Whether the failing expression is a write, by an ``operator``, to one of ``params`` or its gradient."""
+    text = _expression(trace)
+    called = re.match(rf"(.+)\.{operator}_\(|(.+?)\s*[-+*/|&^@%]*=(?!=)", text, re.DOTALL)
+    target = text if called is None else called[1] or called[2]  # of `x[i] = y` the expression is `x[i]`
+    words, values = {*re.findall(r"\w+", target)}, trace.tb_frame.f_locals
+    meant = {id(value) for name, value in values.items() if name in words}
+    meant |= {id(_follow(path, values)) for path in re.findall(r"\w+(?:\.\w+)*", target)}
+    return any(id(p.sharded) in meant or {*p.name.split(".")[-1:]} <= words for p in params)
+
+
 def _follow(path: str, values: Mapping[str, object]) -> object:
     """Return what a path like ``self.head.weight`` leads to. Only modules are followed: other attributes run code."""
     first, *rest = path.split(".")
@@ -219,6 +278,18 @@ def _lines(trace: TracebackType) -> str:
         _, last_known, _, _ = next(itertools.islice(trace.tb_frame.f_code.co_positions(), trace.tb_lasti // 2, None))
         last = last_known or first
     return "".join(linecache.getline(trace.tb_frame.f_code.co_filename, number) for number in range(first, last + 1))
+
+
+def _expression(trace: TracebackType) -> str:
+    """Return the failing expression; its lines where Python does not tell columns, or there are several lines."""
+    if sys.version_info >= (3, 11):
+        first, last, start, end = next(
+            itertools.islice(trace.tb_frame.f_code.co_positions(), trace.tb_lasti // 2, None)
+        )
+        if first is not None and first == last and start is not None and end is not None:
+            line = linecache.getline(trace.tb_frame.f_code.co_filename, first).encode()
+            return line[start:end].decode()  # columns count bytes
+    return _lines(trace).strip()
 
 
 def explain(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 
 import fsdp2
 from fsdp2 import fully_shard, hints
@@ -137,6 +138,59 @@ def weight_outside_of_forward(rank: int) -> Iterator[Call]:
     with fsdp2.use_weights(module):
         torch.testing.assert_close(F.linear(x, module.layer.weight, module.layer.bias).tanh(), expected)
     torch.testing.assert_close(module(x), expected)
+
+
+@remedy("write inside `with fsdp2.summon_full_params(module, with_grads=True):`, which copies new values")
+def whole_tensor_written_to_a_shard(rank: int) -> Iterator[Call]:
+    """It is written inside summon_full_params; inside use_weights, which the error advised, the values were lost."""
+    module, values, mask = encoder(), torch.full((8, 8), 3.0), torch.zeros(8, 8)
+    module(torch.ones(2, 8)).sum().backward()
+
+    def write(weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            weight.copy_(values)
+
+    yield _explained(lambda: write(module.layer.weight))
+    with fsdp2.summon_full_params(module, with_grads=True):
+        write(module.layer.weight)
+        module.layer.weight.grad.mul_(mask)
+    assert torch.equal(module.layer.weight.full_tensor(), values)
+    assert not module.layer.weight.grad.full_tensor().any()
+
+
+@remedy("on which DTensor cannot compute this operator")
+def operator_on_a_shard(rank: int) -> Iterator[Call]:
+    """It gets the full tensor."""
+    module = encoder()
+    yield _explained(lambda: torch.histogram(module.layer.weight.detach(), 4))
+    counts = torch.histogram(module.layer.weight.full_tensor().detach(), 4).hist
+    assert counts.sum() == 64
+    with fsdp2.summon_full_params(module):
+        assert torch.equal(torch.histogram(module.layer.weight.detach(), 4).hist, counts)
+
+
+@remedy("a collective of torch.distributed got a shard")
+def collective_on_a_shard(rank: int) -> Iterator[Call]:
+    """Ranks are made equal before sharding, and the whole values are sent."""
+    module = encoder()
+    yield _explained(lambda: dist.broadcast(module.layer.weight.data, 0))
+    torch.manual_seed(rank)
+    module = Encoder()
+    fsdp2.sync_module_states(module)
+    plain = module.layer.weight.detach().clone()
+    whole = fully_shard(module, mesh=mesh_1d()).layer.weight.full_tensor().detach()
+    dist.broadcast(whole, 0)
+    assert torch.equal(whole, plain)
+
+
+@remedy("load_state_dict got shards for the plain parameters of ")
+def shards_loaded_into_a_plain_model(rank: int) -> Iterator[Call]:
+    """The state dict is made inside state_dict_type, so it is whole."""
+    module, plain = encoder(), Encoder()
+    yield _explained(lambda: plain.load_state_dict(module.state_dict()))
+    with fsdp2.state_dict_type(module, StateDictType.FULL_STATE_DICT):
+        plain.load_state_dict(module.state_dict())
+    assert torch.equal(plain.layer.weight, module.layer.weight.full_tensor())
 
 
 def _explained(call: Call) -> Call:

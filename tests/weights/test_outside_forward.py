@@ -326,6 +326,64 @@ class Encoding(Headed):
         return self.encode(x)
 
 
+def copied_to(weight, plain):
+    weight.copy_(plain)
+
+
+def copied_from(weight, plain):
+    plain.copy_(weight)
+
+
+def scaled(weight, plain):
+    weight.data.mul_(plain)
+
+
+def scaled_in_place(weight, plain):
+    weight *= plain
+
+
+def scaling_in_place(weight, plain):
+    plain *= weight
+
+
+def masked_gradient(weight, plain):
+    weight.grad.mul_(plain)
+
+
+def set_to_a_number(weight, plain):
+    weight[0] = 0.0
+
+
+def set_at_indices(weight, plain):
+    weight[torch.tensor([0, 1])] = plain[:2]
+
+
+def compared(weight, plain):
+    return weight.add(plain).sum() == 0
+
+
+WRITES = (copied_to, scaled, scaled_in_place, masked_gradient, set_to_a_number, set_at_indices)
+READS = (copied_from, scaling_in_place, compared)
+
+
+@api.fsdp2_only
+@on_ranks(2)
+def test_a_write_to_a_shard_is_told_from_one_of_a_shard(rank, world):
+    """Outside of forward the error advised ``use_weights``, where a write to the parameter is lost. Where a shard is
+    only read, as into the plain copy of a moving average, that is the right place."""
+    module = Headed()
+    each(module, fsdp2)
+    module.head(module(torch.ones(2, 8))).sum().backward()
+    for used in (*WRITES, *READS):
+        with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+            used(module.head.weight, torch.ones(module.head.weight.shape))
+        hints.explain(caught.value, hints._all_groups())  # before Python 3.12 nobody has yet
+        text = str(caught.value)
+        assert "head.weight (unit 'head')" in text, (used, text)
+        assert ("summon_full_params(module, with_grads=True)" in text) == (used in WRITES), (used, text)
+        assert ("use_weights" in text) == (used in READS), (used, text)
+
+
 @api.fsdp2_only
 @on_ranks(2)
 def test_the_method_to_register_is_named(rank, world):

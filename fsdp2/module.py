@@ -289,7 +289,8 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of data-parallel ranks.
 
-        With ``recurse``, divide those of all units below it, too.
+        With ``recurse``, divide those of all units below it, too. Without it, units below keep their divisor, as with
+        torch: where all parameters belong to blocks, a call on the model alone changes nothing.
 
         Raises:
             ValueError: ``factor`` is not a positive number.

@@ -130,6 +130,11 @@ _UNIT_METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _refuse(name: str, owner: object, value: object) -> None:
+    if name == "_comm_ctx":
+        raise AttributeError(
+            "torch's share_comm_ctx was called with modules of fsdp2, whose communication it cannot change; call "
+            "fsdp2.share_comm_ctx(modules) instead"
+        )
     raise AttributeError(
         f"{type(owner).__name__}.{name} is torch's name for something that fsdp2 keeps elsewhere, so it can only be "
         "read. Call the setters of FSDPModule, such as set_requires_gradient_sync"

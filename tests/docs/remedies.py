@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -177,6 +178,16 @@ def memory_that_processes_share(rank: int) -> Iterator[Callable[[], object]]:
     copies = [parameter.to_local().detach().clone().share_memory_() for parameter in module.parameters()]
     assert all(copied.is_shared() for copied in copies)
     goes_on(module)
+
+
+@remedy("whose communication it cannot change; call fsdp2.share_comm_ctx(modules) instead")
+def torchs_share_comm_ctx(rank: int) -> Iterator[Call]:
+    """fsdp2's own is called."""
+    modules = [model(), model()]
+    yield lambda: torch.distributed.fsdp.share_comm_ctx(modules)
+    fsdp2.share_comm_ctx(modules)
+    for module in modules:
+        loss(module).backward()
 
 
 @remedy("Call the setters of FSDPModule, such as set_requires_gradient_sync")

@@ -62,8 +62,9 @@ class FSDPModule(TorchFSDPModule):
     def unshard(self, async_op: bool = False, *, recurse: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters, and with ``recurse`` those of all units below it.
 
-        Between passes the full parameters stay until ``reshard()``, and are gathered again if their shards change
-        (writes by ``torch._foreach_`` functions alone are not noticed: call ``reshard()``). Every rank must call it.
+        Between passes the full parameters stay until ``reshard()``, and are gathered again if their shards change. On a
+        GPU, call ``reshard()`` after a write through ``.data`` or by ``torch._foreach_`` functions, which is not
+        noticed. Every rank must call it.
 
         Args:
             async_op: Return a handle immediately. Forward waits by itself, so call ``wait()`` only if you use the

@@ -11,6 +11,7 @@ scaling      how a sum of gradients becomes their mean
 collectives  the only place that calls a collective
 streams      lanes (streams), and every wait between them
 host_work    collectives that the host waits for, in slices of a second
-comparison   whether two tensors have the same values in a few places
+comparison   whether two tensors of a device have the same values in a few places
+sample       a few bytes of tensors on the host, by which a write shows
 pieces       copies between full tensors and the pieces of ranks
 """

@@ -1,9 +1,9 @@
-"""Whether pairs of tensors have the same values in a few places, as the host sees it or a device."""
+"""Whether pairs of tensors on a device have the same values in a few places. The host waits for nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -26,21 +26,12 @@ class Comparison(Generic[K]):
         self._pairs = pairs
 
     @cached_property
-    def _on_host(self) -> list[tuple[K, Callable[[], bool]]]:
-        with lasting_tensors():
-            return [(key, _plan(*_few_elements(*pair))) for key, pair in self._pairs.items()]
-
-    def unlike(self) -> list[K]:
-        """Return the keys of pairs that differ. The host reads the elements."""
-        return [key for key, are_alike in self._on_host if not are_alike()]
-
-    @cached_property
     def _on_device(self) -> list[tuple[list[tuple[K, int]], _Bits, _Bits]]:
         """Of pairs with the same dtypes: the keys and how many elements each has, and the elements."""
         found: dict[tuple[torch.dtype, torch.dtype], list[tuple[K, Pair]]] = {}
         for key, (one, other) in self._pairs.items():
             if one.device != other.device:
-                continue  # the host would read a shard that the device may write just now
+                continue  # a sample of shards on the host is compared there (``comm/sample.py``)
             if one.is_contiguous() and other.is_contiguous():
                 few = _neighbours(one), _neighbours(other)
             else:
@@ -91,23 +82,11 @@ def _neighbours(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(few).view(-1) if few.is_complex() else few
 
 
-def _plan(one: torch.Tensor, other: torch.Tensor) -> Callable[[], bool]:
-    """Return a function that compares them, with as few calls as possible: it is called before each use."""
-    bits = _bits(one)
-    return partial(torch.equal, bits, _bits(other)) if one.dtype == other.dtype else partial(_equal, one, bits, other)
-
-
-def _equal(one: torch.Tensor, bits: torch.Tensor, other: torch.Tensor) -> bool:
-    cast = other.to(one.dtype)
-    if torch.equal(bits, _bits(cast)):
-        return True
-    return bool(((one == cast) | (one.isnan() & cast.isnan())).all())  # a cast of NaN may give several bits
-
-
 def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     cast = other.to(one.dtype)
     differ = _bits(one) != _bits(cast)
-    return differ if one.dtype == other.dtype else differ & ~(one.isnan() & cast.isnan())  # as above
+    # A cast of NaN may give several bits.
+    return differ if one.dtype == other.dtype else differ & ~(one.isnan() & cast.isnan())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from fsdp2._torch.tensors import address_of, set_versions, storages_of, versions
 from fsdp2.comm.comparison import Comparison
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.pieces import has_memory, part_of
+from fsdp2.comm.sample import Sample
 from fsdp2.comm.streams import Lanes
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.extension import GatherExtension, GroupExtensions, has_extension, refuse_portions
@@ -69,6 +70,7 @@ class ShardStore:
         self._plain_fulls: list[torch.Tensor] = []  # the plain full tensors of ``_plain`` in it
         # Of parameters that are sent unchanged: whether this rank's part of the full one is like its shard.
         self._comparison: Comparison[FSDPParam] | None = None
+        self._sample: Sample[FSDPParam] | None = None  # of the shards, if the host may read them
         self.gather_buffers: GatherBuffers | None = None  # made for the first gather
         self.portions: Portions | None = None  # with shard_over_replicas; made with gather_buffers
         self._subgroup: SubgroupShards | None = None
@@ -308,7 +310,7 @@ class ShardStore:
                     view.copy_(piece)
                 self._set(param, view)
         self._storages = storages_of([param.sharded for param in self._placed])
-        self._comparison = None
+        self._comparison = self._sample = None
 
     def _make_buffer(self, plain: list[FSDPParam], items: list[PlannedParam], device: torch.device) -> None:
         self._plain, self._items = plain, items
@@ -400,18 +402,30 @@ class ShardStore:
         """Return the names of full parameters that were changed in place since they had these ``versions``."""
         return [p.name for p, before, now in zip(self._plain, versions, self.full_versions()) if now != before]
 
+    def refuse_assigned_data(self) -> None:
+        """Raise RuntimeError if somebody assigned ``.data``, which has no effect on a shard."""
+        if (storages := storages_of([param.sharded for param in self._placed])) != self._storages:
+            self._refuse_assigned_data(storages)
+
+    @property
+    def sample(self) -> Sample[FSDPParam] | None:
+        """A sample of the shards, whose memory the host must be allowed to read; None if they are fake.
+
+        A write that changes most elements is seen by all ranks: parameters of which some have no elements are left out.
+        """
+        if self._sample is None and self._flat is not None and self._plan is not None and has_memory(self._flat):
+            starts = zip(self._plain, self._plan.shard_offset)
+            spans = {p: (start, self._placed[p].nbytes) for p, start in starts if p.spec.reaches_all_ranks}
+            self._sample = Sample(self._flat, spans)
+        return self._sample
+
     @property
     def comparison(self) -> Comparison[FSDPParam]:
-        """The comparison of full parameters with shards, in a few places.
+        """The comparison of full parameters with shards, in a few places, by a device.
 
         A write that changes most elements is seen by all ranks: parameters of which some have no elements are left out,
         and those that an extension, a format or a custom all-gather may change on the way.
-
-        Raises:
-            RuntimeError: somebody assigned ``.data``, which has no effect on a shard.
         """
-        if (storages := storages_of([param.sharded for param in self._placed])) != self._storages:
-            self._refuse_assigned_data(storages)
         if self._comparison is None:
             sent = zip(self._plain, self._gathered_items, self._plain_fulls)
             changes = self.mesh.is_pretended or self.options.custom_gather is not None

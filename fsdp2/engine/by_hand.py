@@ -46,6 +46,8 @@ def _gather_between_passes(
         group.residency.drop_passing_portions()
         if group.residency.is_outdated():
             group.reshard()
+        else:
+            group.residency.free_rewritten(compared=not one_replica)
     if one_replica or not any(group.residency.needs_gather for group in groups):
         _start(groups, launch_unobserved)
     else:

@@ -298,9 +298,12 @@ class FSDPParamGroup:
         late = False
         if first:
             self.residency.refuse_written()
-        if first and self.residency.is_outdated(quiet=quiet):
-            late = self.residency.is_gathering
-            self.reshard()
+            gathered_ahead = self.residency.is_gathering
+            if self.residency.is_outdated(quiet=quiet):
+                late = gathered_ahead
+                self.reshard()
+            elif not run.in_backward and self.residency.free_rewritten(compared=run.is_compared):
+                late = gathered_ahead
         if quiet and self.residency.needs_gather:
             self.residency.forget_portions()  # they may be of the shards before an update that no counter shows
         if (quiet or late) and self.residency.needs_gather:
@@ -308,12 +311,9 @@ class FSDPParamGroup:
         self.phases.enter("pre_forward")
         if not run.in_backward and (self._used_by is None or not self._used_by.is_running):
             self._used_by = run
-        gathered_ahead = self.residency.is_gathering
-        comparable = first and not run.in_backward and not self.residency.is_callers
         self._unshard_for_compute(run.launch, in_backward=False)
-        if comparable and self.residency.free_unlike_shards(compared=run.is_compared):
-            late |= gathered_ahead
-            self._unshard_for_compute(run.launch, in_backward=False)
+        if first and not run.in_backward:
+            self.residency.compare_on_device()
         self.residency.note_forward()
         if torch.is_grad_enabled():
             self.computed_with = ComputedWith(self)

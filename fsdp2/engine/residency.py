@@ -146,11 +146,6 @@ class Residency:
         return self.level is Level.GATHERING
 
     @property
-    def is_callers(self) -> bool:
-        """True if the caller asked for the full parameters that are in memory, and so may have written to them."""
-        return self.is_full and self._by_hand
-
-    @property
     def in_memory(self) -> bool:
         """True if anything beside the shards is in memory, or on its way there."""
         return self.level is not Level.SHARDS
@@ -184,6 +179,49 @@ class Residency:
                 "parameters or use functional_call"
             )
         return True  # shards were put in the place of shards: the next gather takes them in
+
+    def free_rewritten(self, *, compared: bool) -> bool:
+        """Free what was made of shards that have other values now; return whether so. Ask ``is_outdated`` first.
+
+        This finds writes that no counter shows (see ``Stamp``), where the host may read the shards.
+
+        Raises:
+            RuntimeError: There are some in a pass that is not ``compared``. Whether to gather again depends on values
+                that ranks may see differently, and there nobody would notice that they part. Or somebody assigned
+                ``.data``, which has no effect on a shard.
+        """
+        if self.summoned:
+            return False  # what is shown belongs to that block, and nothing was gathered
+        stamps = []
+        if self._stamp is not None:
+            self.store.refuse_assigned_data()  # a gather would, but what is in memory needs none
+            stamps.append(self._stamp)
+        portions = self.store.portions
+        if portions is not None and portions.stamp is not None and not portions.outdated:
+            stamps.append(portions.stamp)
+        names = list(dict.fromkeys(param.name for stamp in stamps for param in stamp.unlike()))
+        if not names:
+            return False
+        found = f"{', '.join(names[:8])}: the sharded parameter was written after it was gathered, {UNSEEN}"
+        if not compared and self.store.mesh.gathers_from_others:
+            raise RuntimeError(
+                f"{found}; got a forward that would compute with the old values, expected those of the shards. To "
+                f"gather again would need ranks that are compared: {_REMEDY}"
+            )
+        warn(
+            f"{found}. It is gathered again. With shards on a GPU, a forward would compute with the old values, and a "
+            f"later one would raise an error: {_REMEDY}"
+        )
+        self.free()
+        self.forget_portions()
+        return True
+
+    def _new_stamp(self) -> Stamp:
+        """Return a stamp of the shards, with a sample of them unless only a device may read them."""
+        store = self.store
+        reads = store.gather_buffers if store.portions is None else store.portions.gather_buffers
+        by_host = not self.comm.lanes.on_streams or (reads is not None and reads.from_host)
+        return Stamp(store.params, store.sample if by_host else None)
 
     def refuse_summoned(self, what: str) -> None:
         """Raise RuntimeError if ``summon_full_params`` shows parameters of the group, in the name of ``what``."""
@@ -222,7 +260,7 @@ class Residency:
         ``loud``: it was started by a use that was not quiet.
         """
         if self.level is Level.GATHERING and self._stamp is None:
-            self._stamp, self._loud = Stamp(self.store.params), loud
+            self._stamp, self._loud = self._new_stamp(), loud
 
     @_trace.profiled("all_gather")
     def _start_gather(self, launch: Launch, optional: bool, in_backward: bool) -> None:
@@ -325,7 +363,7 @@ class Residency:
     def _launch_portions(self) -> None:
         portions = self.store.portions
         assert portions is not None
-        portions.start_gather(self.comm.lanes, self.store.mesh.replicate, self.comm.copies, Stamp(self.store.params))
+        portions.start_gather(self.comm.lanes, self.store.mesh.replicate, self.comm.copies, self._new_stamp())
 
     def drop_passing_portions(self) -> None:
         """Begin a forward or a gather by hand: forget portions of a pass that did not reach its end."""
@@ -364,45 +402,16 @@ class Residency:
         self.gathering = None
         self.show("full")
 
-    def free_unlike_shards(self, *, compared: bool) -> bool:
-        """Free full parameters if the shards have other values; return whether so.
+    def compare_on_device(self) -> None:
+        """In some forwards, let the device compare the full parameters with the shards; a later forward raises.
 
-        Writes that no counter shows (see ``Stamp``) are found here: to shards of which a gather ahead, pieces, portions
-        or full parameters that an earlier use left in memory were made. (A write to such full parameters would be lost,
-        and has raised if a counter showed it.) On streams the host would have to wait for the gather, so the device
-        compares, in some forwards, and a later forward raises.
-
-        Raises:
-            RuntimeError: There are some in a pass that is not ``compared``. Whether to gather again depends on values
-                that ranks may see differently, and there nobody would notice that they part.
+        This finds writes that no counter shows (see ``Stamp``) to shards on the device, for which the host would have
+        to wait. Full parameters that the caller asked for are left out: the caller may have written to them.
         """
-        if self.summoned:
-            return False  # what is shown belongs to that block, and nothing was gathered
-        if self.comm.lanes.on_streams:
-            checks = self.comm.checks
-            if checks.are_due:
-                for counts, differ in self.store.comparison.on_device():
-                    checks.add([(param.name, count) for param, count in counts], differ)
-            return False
-        names = [param.name for param in self.store.comparison.unlike()]
-        if not names:
-            return False
-        found = (
-            f"{', '.join(names[:8])}: the sharded parameter (or the full one, if an earlier use left it in memory) was "
-            f"written after it was gathered, {UNSEEN}"
-        )
-        if not compared and self.store.mesh.gathers_from_others:
-            raise RuntimeError(
-                f"{found}; got a forward that would compute with the old values, expected those of the shards. To "
-                f"gather again would need ranks that are compared: {_REMEDY}"
-            )
-        warn(
-            f"{found}. It is gathered again. On a GPU the forward would compute with the old values, and a later one "
-            f"would raise an error: {_REMEDY}"
-        )
-        self.free()
-        self.forget_portions()
-        return True
+        checks = self.comm.checks
+        if self.comm.lanes.on_streams and checks.are_due and not self.summoned and not self._by_hand:
+            for counts, differ in self.store.comparison.on_device():
+                checks.add([(param.name, count) for param, count in counts], differ)
 
     # ---- a forward, which must not write to full parameters ----
 
@@ -454,7 +463,7 @@ class Residency:
         if self.level is Level.SHARDS:
             return
         if self._stamp is None:
-            self._stamp = Stamp(self.store.params)
+            self._stamp = self._new_stamp()
         if self._versions_left is None and self.level is not Level.PIECES:
             self._versions_left = self.store.full_versions()
 
@@ -617,7 +626,7 @@ class Residency:
             if self._pieces is not None:
                 self._pieces.write(values)
             if current and values:
-                self._stamp = Stamp(self.store.params)
+                self._stamp = self._new_stamp()
             if self._versions_left is not None:
                 self._versions_left = self.store.full_versions()
         finally:

@@ -8,6 +8,7 @@ import torch
 
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.tensors import local_tensors, versions_of
+from fsdp2.comm.sample import Sample
 from fsdp2.engine.param import FSDPParam, have_locals, is_managed_tensor
 
 __all__ = ["UNSEEN", "Stamp", "note_optimizer_step"]
@@ -31,11 +32,14 @@ class Stamp:
     writes in this way, it alone gathers, and the observer makes all ranks raise.
 
     No counter shows a write through ``.data``, by ``torch._foreach_*``, or to the local tensor of a detached DTensor
-    (except for the DTensors of ``state_dict()``). ``Residency.free_unlike_shards`` finds many of these by values.
+    (except for the DTensors of ``state_dict()``). With a ``sample`` of the shards, ``unlike`` finds many of these by
+    values, which ranks may see differently.
     """
 
-    def __init__(self, params: Sequence[FSDPParam]) -> None:
+    def __init__(self, params: Sequence[FSDPParam], sample: Sample[FSDPParam] | None = None) -> None:
         self._params = params
+        self._sample = sample
+        self._sampled = None if sample is None else sample.take()
         self._locals = local_tensors([param.sharded for param in params])
         self._versions = self._current_versions()
         self._seen_step = _count  # the number of the last step that is known not to concern these shards
@@ -58,6 +62,13 @@ class Stamp:
         if self._was_stepped() or self._versions != self._current_versions():
             return True
         return not have_locals([param.sharded for param in self._params], self._locals)
+
+    def unlike(self) -> list[FSDPParam]:
+        """Return the parameters whose shards have other values than they had, as far as the sample shows.
+
+        Ask this only if they have not ``changed``: then they are where they were sampled.
+        """
+        return [] if self._sample is None or self._sampled is None else self._sample.unlike(self._sampled)
 
 
 @outside_dynamo

@@ -1,4 +1,4 @@
-"""Pairs of tensors that have the same values in a few places, for the host and for a device."""
+"""Pairs of tensors that have the same values in a few places, as a device sees it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from fsdp2.comm.comparison import Comparison
 
@@ -14,10 +13,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, tor
 CASTS = [(dtype, dtype) for dtype in DTYPES] + [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)]
 
 
-def unlike(comparison: Comparison[str], on_device: bool) -> list[str]:
+def unlike(comparison: Comparison[str]) -> list[str]:
     """Return the names of what differs."""
-    if not on_device:
-        return comparison.unlike()
     found = []
     for counts, differ in comparison.on_device():
         results = differ.split([count for _, count in counts])
@@ -28,8 +25,7 @@ def unlike(comparison: Comparison[str], on_device: bool) -> list[str]:
 @pytest.mark.parametrize(("dtype", "to"), CASTS)
 @pytest.mark.parametrize("shape", [(6, 4), (3, 5), (2, 1), ()])
 @pytest.mark.parametrize("how", ["dense", "transposed", "from the second element on"])
-@pytest.mark.parametrize("on_device", [False, True])
-def test_alike_in_the_dtype_of_the_first(dtype, to, shape, how, on_device) -> None:
+def test_alike_in_the_dtype_of_the_first(dtype, to, shape, how) -> None:
     """Pieces of full parameters begin anywhere in memory, and shards at the beginning of theirs."""
     torch.manual_seed(0)
     other = torch.randn(shape).to(dtype)
@@ -42,50 +38,43 @@ def test_alike_in_the_dtype_of_the_first(dtype, to, shape, how, on_device) -> No
         if how == "from the second element on":
             mine = torch.empty(mine.numel() + 1, dtype=to)[1:].view(shape).copy_(mine)
         comparison = Comparison({"a pair": (mine, shard)})
-        assert not unlike(comparison, on_device)
+        assert not unlike(comparison)
         shard.copy_(changed)
-        assert unlike(comparison, on_device) == ["a pair"]
-    assert unlike(Comparison({"a pair": (other.clone().to(to), missing)}), on_device)
+        assert unlike(comparison) == ["a pair"]
+    assert unlike(Comparison({"a pair": (other.clone().to(to), missing)}))
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_each_pair_is_named(on_device) -> None:
+def test_each_pair_is_named() -> None:
     """Pairs of several dtypes and shapes; a device compares those of the same dtypes together."""
     pairs = {}
     for name, dtype in {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32, "d": torch.bfloat16}.items():
         pairs[name] = torch.zeros(300, 7, dtype=dtype), torch.zeros(300, 7)
     comparison = Comparison(pairs)
-    assert not unlike(comparison, on_device)
+    assert not unlike(comparison)
     for name in ("b", "c"):
         pairs[name][1].add_(1e-3)
-    assert sorted(unlike(comparison, on_device)) == ["b", "c"]
-    assert not on_device or len(comparison.on_device()) == 2
+    assert sorted(unlike(comparison)) == ["b", "c"]
+    assert len(comparison.on_device()) == 2
 
 
-@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_few_elements_of_a_large_tensor_are_compared(on_device, transposed, monkeypatch) -> None:
+def test_few_elements_of_a_large_tensor_are_compared(transposed) -> None:
     """So that a step takes no longer with larger matrices. What changes most elements is found."""
     one, other = torch.zeros(1000, 300, 3, 3), torch.zeros(1000, 300, 3, 3)
     if transposed:
         one, other = one.transpose(0, 1), other.transpose(0, 1)
-    read: list[Tensor] = []
-    equal = torch.equal
-    monkeypatch.setattr(torch, "equal", lambda a, b: [read.append(a), equal(a, b)][1])
     comparison = Comparison({"a pair": (one, other)})
-    assert not unlike(comparison, on_device)
-    elements = (
-        sum(count for counts, _ in comparison.on_device() for _, count in counts) if on_device else read[0].numel()
-    )
-    assert elements == (8 * 8 if on_device and not transposed else 8 * 8 * 3 * 3)
+    assert not unlike(comparison)
+    elements = sum(count for counts, _ in comparison.on_device() for _, count in counts)
+    assert elements == (8 * 8 * 3 * 3 if transposed else 8 * 8)
     other.add_(1e-6)
-    assert unlike(comparison, on_device)
+    assert unlike(comparison)
 
 
 def test_a_device_compares_nothing_on_the_host() -> None:
     """The device may be writing there, behind what the host does now."""
     pairs = {"on the host": (torch.empty(4, device="meta"), torch.zeros(4)), "here": (torch.ones(4), torch.zeros(4))}
-    assert unlike(Comparison(pairs), True) == ["here"]
+    assert unlike(Comparison(pairs)) == ["here"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
@@ -94,7 +83,7 @@ def test_a_device_compares_inside_autocast(dtype) -> None:
     pairs = {name: (torch.zeros(4, dtype=dtype), torch.zeros(4, dtype=dtype)) for name in "ab"}
     pairs["b"][1].fill_(1)
     with torch.autocast("cpu", torch.bfloat16):
-        assert unlike(Comparison(pairs), True) == ["b"]
+        assert unlike(Comparison(pairs)) == ["b"]
 
 
 def in_jvp(function: Callable[[], object]) -> None:
@@ -104,17 +93,14 @@ def in_jvp(function: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("on_device", [False, True])
-def test_transforms_leave_no_mark(dtype, on_device) -> None:
+def test_transforms_leave_no_mark(dtype) -> None:
     """What the first forward inside two transforms had made was theirs: a later one inside one raised "escaped?"."""
     full, shard = torch.zeros(4, dtype=dtype), torch.zeros(4)
     comparison = Comparison({"a pair": (full, shard)})
-    found: list[object] = []
-    look = lambda: found.append(comparison.on_device() if on_device else comparison.unlike())
+    found: list[bool] = []
+    look = lambda: found.append(bool(unlike(comparison)))
     in_jvp(lambda: in_jvp(look))
     shard.add_(1)
     in_jvp(look)
     look()
-    if on_device:
-        found = [bool(some[0][1].any()) for some in found]  # type: ignore[index]
-    assert [bool(one) for one in found] == [False, True, True]
+    assert found == [False, True, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,7 +143,9 @@ def test_a_forward_out_of_order_gathers_nothing(mesh: DeviceMesh) -> None:
     module = fully_shard(nn.Linear(4, 4), mesh=mesh)
     group_of(module).phases.phase = Phase.BACKWARD
     with pytest.raises(RuntimeError, match="pre_forward out of order"):
-        group_of(module).pre_forward(lambda step, start, **options: start() or True, first=True)
+        launch = lambda collective, start, **options: start() or True
+        run: Any = SimpleNamespace(launch=launch, is_running=True, in_backward=False, is_compared=True)
+        group_of(module).pre_forward(run, first=True)
     assert state_of(module)[0] is Level.SHARDS
 
 

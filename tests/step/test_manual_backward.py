@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import fsdp2
 from tests.support import api
@@ -123,6 +124,23 @@ def test_calls_that_make_no_sense(rank, world):
     backward(module)  # ends by itself again
     with pytest.raises(TypeError, match="enabled must be a bool"):
         module.set_manual_backward_finalization(1)
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+def test_a_gather_by_hand_while_reductions_are_under_way(rank, world):
+    """The backward is over, so the caller's gather is no part of it, and stays until ``reshard()``."""
+    module = fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh_1d())
+    module.set_manual_backward_finalization(True)
+    module(torch.ones(2, 4)).sum().backward()
+    handle = module.finalize_backward(async_op=True)
+    module.unshard()
+    handle.wait()
+    with torch.no_grad():
+        module(torch.ones(2, 4))
+    assert not isinstance(module.weight, DTensor)
+    module.reshard()
+    assert isinstance(module.weight, DTensor)
 
 
 @on_ranks(1, 2)

@@ -61,10 +61,12 @@ _REMEDY_FOR_LOADING = (
     "load_state_dict got shards for the plain parameters of {0}, expected whole tensors; make the state dict on every "
     "rank inside `with fsdp2.state_dict_type(model, StateDictType.FULL_STATE_DICT):`, where model is the sharded one"
 )
+_RESIZED = "resize storage that is not resizable"  # an operator with ``out=``, as in torch.nn.init.eye_
 _LACKS = (
     "Sharding propagation failed",  # torch 2.13
     "does not have a sharding strategy registered",
     "is not supported for tensor subclasses",  # numpy() and tolist()
+    _RESIZED,
 )
 _STEP = (
     "build it as fsdp2.use_full_params({0}(...)), which runs the step on full parameters, or as "
@@ -144,7 +146,8 @@ def _hint(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> str 
     meant = list(dict.fromkeys(f"{p.name} (unit {units[p]})" for p in used))  # before the first forward, of equal names
     names = ", ".join(meant[:_SHOWN])
     names = f"{'' if named else 'possibly '}{names}{', ...' if len(meant) > _SHOWN else ''}"
-    if (write := _WRITE.search(text)) is not None and _writes_to(failing, write[1], used):
+    write = _WRITE.search(text)
+    if _RESIZED in text or (write is not None and _writes_to(failing, write[1], used)):
         return f"{names}: {_REMEDY_FOR_WRITES}"
     if lacks:
         return f"{names}: {_REMEDY_FOR_OPERATORS}"

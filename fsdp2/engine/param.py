@@ -25,6 +25,7 @@ from fsdp2._torch.autograd import (
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.tensors import (
     FakeTensor,
+    address_of,
     as_parameter,
     dtensor_spec,
     local_tensor,
@@ -57,6 +58,7 @@ __all__ = [
     "proxy",
     "show",
     "shows",
+    "take_assigned",
     "take_gradients",
 ]
 
@@ -115,6 +117,17 @@ def lend_gradient(lent: torch.Tensor, grad: torch.Tensor | None) -> None:
     if grad is not None and lent.grad_dtype not in (None, grad.dtype):
         lent.grad_dtype = grad.dtype
     lent.grad = grad
+
+
+@torch.no_grad()
+def take_assigned(lent: torch.Tensor, memory: torch.Tensor) -> None:
+    """Copy what was assigned to ``lent.data``, or by ``lent.set_``, to ``memory``, which ``lent`` was made of.
+
+    A write in place is there already. A tensor subclass is left as it is.
+    """
+    if type(memory) is torch.Tensor and memory.numel() and address_of(lent) != address_of(memory):
+        memory.copy_(lent.detach())
+        lent.data = memory
 
 
 def parameter_like(param: torch.Tensor, value: torch.Tensor) -> nn.Parameter:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch.optimizers import carry_attribute
 from fsdp2.autograd.hooks import around_loading_once
 from fsdp2.comm.streams import ComputeLane
-from fsdp2.engine.param import lend_gradient
+from fsdp2.engine.param import lend_gradient, take_assigned
 from fsdp2.optim.alike import STEPS_ON_WHOLE, is_counter, local_gradient
 from fsdp2.optim.host_state import HOST_STATE, HostState
 from fsdp2.optim.local.local_step import is_known_elementwise, refuse_not_elementwise, use_local_shards
@@ -189,6 +189,7 @@ class _Offloaded:
         finally:
             for param, proxy in seen.items():
                 if proxy is not param:
+                    take_assigned(proxy, on_this_rank(param))
                     lend_gradient(proxy, None)
         left = {param: state.pop(proxy) for param, proxy in seen.items() if proxy in state}
         with torch.no_grad():

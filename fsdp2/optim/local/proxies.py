@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from fsdp2.autograd.hooks import after_steps, hook_next_step
-from fsdp2.engine.param import lend_gradient, parameter_like
+from fsdp2.engine.param import lend_gradient, parameter_like, take_assigned
 from fsdp2.optim.alike import is_counter, local_gradient, local_state, shown_state
 from fsdp2.optim.leaves import map_leaves
 from fsdp2.sharding.spec import on_this_rank
@@ -120,7 +120,8 @@ class _Proxies:
                 state[key].update(entry)
             else:
                 state[key] = entry
-        for proxy in owners:
+        for local, proxy in self._proxies.values():
+            take_assigned(proxy, local)
             lend_gradient(proxy, None)
         self._shown = {}
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.comm.collectives import exchange_objects, max_over_ranks
 from fsdp2.comm.streams import Lane
-from fsdp2.engine.param import lend_gradient, parameter_like
+from fsdp2.engine.param import lend_gradient, parameter_like, take_assigned
 from fsdp2.optim.alike import STEPS_ON_LOCAL, STEPS_ON_WHOLE, local_gradient
 from fsdp2.optim.host_state import HOST_STATE, HostState
 from fsdp2.optim.partial import PartialGroups, replace_step, step_of
@@ -389,16 +389,19 @@ class _FullParams:
         The error is not raised here: the other ranks continue and would wait for this rank's collectives.
         """
         lent: dict[torch.Tensor, torch.Tensor] = {}
+        memory: list[torch.Tensor] = []
         for owned, grad, full in zip(bucket.owned, bucket.grads, bucket.fulls):
             if full is not None:
                 proxy = lent[owned.key] = self._proxy(owned)
+                memory.append(full)
                 proxy.data = full
                 lend_gradient(proxy, grad)
         bucket.grads = []
         try:
             return groups.step(lent, self._step_as_torch)
         finally:
-            for returned in lent.values():
+            for returned, full in zip(lent.values(), memory):
+                take_assigned(returned, full)
                 lend_gradient(returned, None)
                 returned.data = returned.data.new_empty(0)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp2.engine.param import lend_gradient, parameter_like
+from fsdp2.engine.param import lend_gradient, parameter_like, take_assigned
 from fsdp2.optim.whole.stacks import Stacks
 
 __all__ = ["Alone", "Batch", "Lending", "Matrices", "batches_of"]
@@ -72,7 +72,8 @@ class Matrices:
 
     def end(self) -> None:
         """Let go of the stack's memory."""
-        for matrix in self.seen:
+        for matrix, memory in zip(self.seen, self.param.data):
+            take_assigned(matrix, memory)
             lend_gradient(matrix, None)
             matrix.data = matrix.data.new_empty(0)
 

@@ -143,12 +143,17 @@ def repair(optimizer: torch.optim.Optimizer, *unused: object) -> None:
 @outside_dynamo
 def _replace_originals(optimizer: torch.optim.Optimizer, size: int) -> None:
     optimizer.__dict__[_SIZE] = size
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    again: set[int] = set()
     for group in optimizer.param_groups:
         params = group["params"]
         for i, param in enumerate(params):
             managed = None if is_managed_tensor(param) and not is_temporary(param) else param_of(param)
             if managed is None or managed.sharded is None:
                 continue
+            if id(managed.sharded) in known:
+                again.add(id(managed.sharded))
+                optimizer.state.pop(managed.sharded, None)  # of the parameter that this one has replaced
             if param in optimizer.state:  # first: if this raises an error, the next step must still find the state
                 any_shape = STEPS_ON_WHOLE in optimizer.__dict__
                 optimizer.state[managed.sharded] = _cut_state(optimizer.state[param], param, managed, any_shape)
@@ -156,6 +161,26 @@ def _replace_originals(optimizer: torch.optim.Optimizer, size: int) -> None:
             if not is_temporary(param):  # the gradient of a full parameter is not reduced yet
                 _carry_gradient(param, managed)
             params[i] = managed.sharded  # in place: LBFGS and schedulers keep the same list
+            known.add(id(managed.sharded))
+    if again:
+        _hold_once(optimizer, again)
+
+
+def _hold_once(optimizer: torch.optim.Optimizer, again: set[int]) -> None:
+    """Leave each of the shards with an id in ``again`` to the last group that has it.
+
+    A shard stays the same object when its parameter is replaced (``module.weight = nn.Parameter(...)``). An optimizer
+    that held the old parameter, and was given the new one, has the shard twice, and would step on it twice.
+    """
+    seen: set[int] = set()
+    for group in reversed(optimizer.param_groups):
+        params = group["params"]
+        for i in reversed(range(len(params))):
+            key = id(params[i])
+            if key in seen:
+                del params[i]
+            elif key in again:
+                seen.add(key)
 
 
 def _carry_gradient(original: torch.Tensor, managed: FSDPParam) -> None:

@@ -232,3 +232,32 @@ def test_an_optimizer_that_steps_while_full_parameters_are_summoned(rank, world)
         torch.testing.assert_close(full(param), plain.detach())
         moment = optimizer.state[param]["exp_avg"]
         assert isinstance(moment, DTensor) and torch.equal(full(moment), others.state[plain]["exp_avg"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before the forward", "after the forward"])
+def test_a_replaced_parameter_that_is_added_to_its_optimizer(rank, world, when):
+    """It steps as in one process: once, with new state and the options of its new group.
+
+    The shard stays the same object, so the optimizer that had held the old parameter had it twice, and stepped twice.
+    """
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))  # of all ranks
+    torch.manual_seed(3)
+    one = Model()
+    module = shard(copy.deepcopy(one))
+    for model in (one, module):
+        optimizer = adamw(model.parameters())
+        for step in range(4):
+            if step == 2:
+                model.row = nn.Parameter(torch.full((1, 6), 0.3))
+                if when == "before the forward":
+                    optimizer.add_param_group({"params": [model.row], "lr": 0.05})
+            loss = model(x, rare=True).square().mean()
+            if step == 2 and when == "after the forward":
+                optimizer.add_param_group({"params": [model.row], "lr": 0.05})
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.param_groups[1]["params"] == [model.row]
+    for (name, mine), theirs in zip(module.named_parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(full(mine), theirs.detach(), msg=name)

@@ -31,7 +31,7 @@ class Comparison(Generic[K]):
         found: dict[tuple[torch.dtype, torch.dtype], list[tuple[K, Pair]]] = {}
         for key, (one, other) in self._pairs.items():
             if one.device != other.device:
-                continue  # a sample of shards on the host is compared there (``comm/sample.py``)
+                continue  # the host would read a shard that the device may write just now
             if one.is_contiguous() and other.is_contiguous():
                 few = _neighbours(one), _neighbours(other)
             else:

@@ -25,7 +25,8 @@ class Sample(Generic[K]):
         self._buffer = buffer
         places = [_spread(start, size) for start, size in spans.values()]
         with lasting_tensors():
-            self._places = torch.tensor([place for some in places for place in some], dtype=torch.long)
+            flat = [place for some in places for place in some]
+            self._places = torch.tensor(flat, dtype=torch.long, device=buffer.device)
         self._keys = [key for key, some in zip(spans, places) for _ in some]
 
     def take(self) -> torch.Tensor:

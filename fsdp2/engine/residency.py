@@ -183,7 +183,7 @@ class Residency:
     def free_rewritten(self, *, compared: bool) -> bool:
         """Free what was made of shards that have other values now; return whether so. Ask ``is_outdated`` first.
 
-        This finds writes that no counter shows (see ``Stamp``), where the host may read the shards.
+        On a CPU this finds writes that no counter shows (see ``Stamp``).
 
         Raises:
             RuntimeError: There are some in a pass that is not ``compared``. Whether to gather again depends on values
@@ -209,19 +209,16 @@ class Residency:
                 f"gather again would need ranks that are compared: {_REMEDY}"
             )
         warn(
-            f"{found}. It is gathered again. With shards on a GPU, a forward would compute with the old values, and a "
-            f"later one would raise an error: {_REMEDY}"
+            f"{found}. It is gathered again. On a GPU the forward would compute with the old values, and a later one "
+            f"would raise an error: {_REMEDY}"
         )
         self.free()
         self.forget_portions()
         return True
 
     def _new_stamp(self) -> Stamp:
-        """Return a stamp of the shards, with a sample of them unless only a device may read them."""
-        store = self.store
-        reads = store.gather_buffers if store.portions is None else store.portions.gather_buffers
-        by_host = not self.comm.lanes.on_streams or (reads is not None and reads.from_host)
-        return Stamp(store.params, store.sample if by_host else None)
+        """Return a stamp of the shards, with a sample of them unless a device may write them just now."""
+        return Stamp(self.store.params, None if self.comm.lanes.on_streams else self.store.sample)
 
     def refuse_summoned(self, what: str) -> None:
         """Raise RuntimeError if ``summon_full_params`` shows parameters of the group, in the name of ``what``."""

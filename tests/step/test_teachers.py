@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -250,23 +249,6 @@ def test_a_write_behind_unshard(rank, world, write):
     fill(3)
     model.unshard()
     assert all((weight == 3).all() for weight in model.parameters())
-
-
-@pytest.mark.parametrize("write", [by_data, by_foreach, by_local])
-@on_ranks(1, 2)
-def test_on_streams_shards_on_the_host_are_compared_there(rank, world, write):
-    """The host reads them without a wait, and gathers again."""
-    offload = {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)}
-    from_host = mock.patch("fsdp2.comm.gather._on_host", return_value=True)
-    with from_host, Device() as device, using(simulated("streams", device)):
-        model, alone = Kind(world, options=offload).shard(write.__name__, True, False)
-        for step in range(3):
-            losses = []
-            for module in (model, alone):
-                module.keep_weights()
-                losses.append(module(torch.ones(2, 4)).mean())
-                losses[-1].backward()
-            torch.testing.assert_close(*losses, msg=lambda text, s=step: f"step {s}: {text}")
 
 
 # ---- where the host would have to wait for a gather, or ranks might part ----

@@ -64,6 +64,16 @@ def test_few_bytes_of_a_large_tensor_are_read() -> None:
     assert Sample(torch.zeros(10**6, dtype=torch.uint8), {"weight": (0, 10**6)}).take().numel() <= 65
 
 
+def test_another_default_device() -> None:
+    """``torch.set_default_device`` puts there what names no device."""
+    with torch.device("meta"):
+        buffer = torch.zeros(8, dtype=torch.uint8, device="cpu")
+        sample = Sample(buffer, {"weight": (0, 8)})
+        earlier = sample.take()
+    buffer.add_(1)
+    assert sample.unlike(earlier) == ["weight"]
+
+
 def in_jvp(function: Callable[[], object]) -> None:
     """Call ``function`` inside a transform of ``torch.func``."""
     ones = torch.ones(2)

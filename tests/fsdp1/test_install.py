@@ -42,8 +42,16 @@ assert home.fully_shard is fsdp2.fully_shard, home.fully_shard
 assert tracker.FSDPParamGroup is FSDPParamGroup, tracker.FSDPParamGroup
 fsdp2.uninstall()
 assert tracker.FSDPParamGroup is not FSDPParamGroup
+
+for name in names:
+    sys.modules.pop(name, None)
+fsdp2.install()
+fsdp2.uninstall()
+tracker, home = map(import_module, names)
+assert home.fully_shard is not fsdp2.fully_shard
+assert tracker.FSDPParamGroup is not FSDPParamGroup
 """
-"""A program that imports two of torch's modules for the first time after ``install``."""
+"""A program that imports two of torch's modules for the first time after ``install``, and then after ``uninstall``."""
 
 
 @pytest.fixture(autouse=True)

@@ -159,6 +159,22 @@ def test_only_the_first_rank_has_it(rank, world, hybrid):
         load(other, other_optimizer, sharded, "full_on_rank0")
 
 
+@on_ranks(4)
+def test_each_half_of_the_ranks_has_a_model_of_its_own(rank, world):
+    """As each stage of a pipeline has. The first rank of a model's mesh gives what is loaded, not that of the job."""
+    mesh = mesh_of(2, 2, names=["half", "shard"])["shard"]
+    half = rank // 2
+    module, optimizer = trained(mesh=mesh)
+    train(module, optimizer, range(2, 3 + half))  # so halves differ
+    state = saved(module, optimizer, "full_on_rank0")
+    assert bool(state) == (rank % 2 == 0)
+    other = shard(build(seed=9), mesh)
+    other.load_state_dict(save(module, "full"))
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=1.0)
+    load(other, other_optimizer, state if rank % 2 == 0 else None, "full_on_rank0")
+    assert train(module, optimizer, range(4, 6)) == train(other, other_optimizer, range(4, 6))
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["full", "full_on_rank0", "sharded", "local"])
 def test_mappings_of_other_kinds(rank, world, kind):

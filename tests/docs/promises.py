@@ -81,7 +81,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "call `reshard()` after such a write": (
             "tests/weights/test_written_while_held.py::test_resharded_behind_a_write_that_nothing_shows",
         ),
-        "on a GPU a later forward raises an error": (
+        "On a GPU a later forward raises an error": (
             STEP + "test_teachers.py::test_on_streams_a_later_forward_raises",
         ),
         "Call the unit's `reshard()` after the write": (

@@ -353,4 +353,4 @@ def test_experts_used_one_after_another_by_hand(rank, world):
             for layer in model.tower[:4]:
                 with fsdp2.use_weights(layer):
                     assert layer.weight.shape == (256, 256)
-            assert live.now == before
+            assert live.now - before < 4 * 2**12, "samples of the shards stay, and no weights, of 2**18 bytes each"

@@ -171,6 +171,7 @@ def whole_step(run: Run) -> None:
 
 
 @on_ranks(2, limit=180)
+@composes("compile")
 def test_a_backward_inside_a_compiled_function(rank, world):
     """Dynamo traced dozens of frames of ours in such a backward, and one in the first forward of any compiled program,
     and warned of builtins that it does not know, with the advice to report them to PyTorch."""

@@ -205,7 +205,7 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _is_dtensors(trace: TracebackType) -> bool:
-    """Whether the frame is one of DTensor's dispatcher, which the failing line called."""
+    """Return whether the frame is one of DTensor's dispatcher, which the failing line called."""
     return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("torch.distributed.tensor")
 
 
@@ -253,7 +253,7 @@ def _loads_shards(frame: FrameType) -> nn.Module | None:
 
 
 def _writes_to(trace: TracebackType, operator: str, params: Iterable[FSDPParam]) -> bool:
-    """Whether the failing expression is a write, by an ``operator``, to one of ``params`` or its gradient."""
+    """Return whether the failing expression is a write, by an ``operator``, to one of ``params`` or its gradient."""
     text = _expression(trace)
     called = re.match(rf"(.+)\.{operator}_\(|(.+?)\s*[-+*/|&^@%]*=(?!=)", text, re.DOTALL)
     target = text if called is None else called[1] or called[2]  # of `x[i] = y` the expression is `x[i]`

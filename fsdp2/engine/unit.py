@@ -20,7 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2._naming import class_name
 from fsdp2._torch.autograd import autograd_sequence_number, functorch_active
 from fsdp2._torch.fsdp import TorchFSDPState, torch_fully_shard
-from fsdp2._torch.hooks import dispatch_modes, is_exporting, outside_dynamo, outside_dynamo_and_modes
+from fsdp2._torch.hooks import (
+    dispatch_modes,
+    is_exporting,
+    outside_dynamo,
+    outside_dynamo_and_modes,
+    skipped_by_dynamo,
+)
 from fsdp2._torch.modules import (
     REGISTRY_KEY,
     STATE_KEY,
@@ -620,8 +626,8 @@ class FSDPState(ComposableState):
         used = {group: group.computed_with for group in self.groups}
         around = [unit for unit in call.run.entered if unit.groups]
         if around:
-            return partial(self._enter_from_within, around, used=used)
-        return partial(self.pre_backward, used=used)
+            return skipped_by_dynamo(lambda grad: self._enter_from_within(around, grad, used))
+        return skipped_by_dynamo(lambda grad: self.pre_backward(grad, used))
 
     @outside_dynamo
     def _enter_from_within(self, around: list[FSDPState], grad: torch.Tensor | None, used: _Used) -> None:

@@ -225,7 +225,7 @@ class _FromFirst:
             if names:  # the last name counts, also for ties that other ranks lack
                 source = found[names[-1]]
                 wire = min(place.dtype, source.dtype, key=lambda dtype: dtype.itemsize)
-                made.given.update(dict.fromkeys(place.names, source))
+                made.given.update({name: found.get(name, source) for name in place.names})
                 made.sent.update(dict.fromkeys(place.names, len(made.entries)))
                 made.entries.append(Entry(source.shape, wire))
                 made.keys.append(keys[names[-1]])

@@ -85,6 +85,20 @@ def test_not_strict(rank, world):
     module(torch.zeros(1, 3)).sum().backward()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("names", [("0.weight", "1.weight"), ("1.weight", "0.weight")])
+@pytest.mark.parametrize("strict", [True, False])
+def test_one_of_two_tied_values_has_another_shape(rank, world, names, strict):
+    """It was passed over if it was the first; if it was the last, the right one was named as wrong, too."""
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    module[1].weight = module[0].weight
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    wrong, right = names
+    values = {wrong: torch.zeros(2, 2), right: torch.ones(3, 3)}
+    text = rf"size mismatch for {wrong}: got \(2, 2\), expected \(3, 3\)\n  nothing was loaded"
+    assert_refused(RuntimeError, text, module, values, rank, strict=strict)
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("size", [0, -1, True, "big"])
 def test_wrong_bucket(rank, world, size):

@@ -16,7 +16,7 @@ from fsdp2.fsdp1.state_dict.settings import get_state_dict_type
 from fsdp2.optim.alike import is_counter
 from fsdp2.optim.leaves import keys_in, map_leaves, take_apart
 from fsdp2.optim.prebuilt import repair
-from fsdp2.sharding.spec import placed_alike
+from fsdp2.sharding.spec import dtensor_like, placed_alike
 from fsdp2.weights.buckets import Entry, Part
 from fsdp2.weights.local_pieces import foreign_piece, is_piece
 from fsdp2.weights.names import clean_name
@@ -334,15 +334,16 @@ def _value_to_load(value: Any, place: Place, where: str, *, counter: bool, momen
     """Return a copy of ``value``, sharded like the parameter if it has its shape, otherwise whole."""
     param, managed = place.tensor, place.param
     if is_piece(value):
-        if managed is None:
+        if not isinstance(param, DTensor):
             raise ValueError(
                 f"{where}: got a piece, expected a whole tensor for a parameter that is not sharded; pass "
                 "fsdp2.merge_local_state_dicts(the list of all ranks' state dicts)"
             )
-        problem = foreign_piece(value, param, managed.spec, where)
-        if problem:
+        if problem := foreign_piece(value, param, managed.spec if managed else None, where):
             raise ValueError(problem)
         local = value["piece"].detach()
+        if managed is None:
+            return dtensor_like(param, local.to(param.device, copy=True))
     elif placed_alike(value, param):
         return value.detach().clone()
     else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 import fsdp2
@@ -313,6 +313,33 @@ def test_what_is_refused(rank, world):
     local["state"]["first.2.weight"]["exp_avg"]["offset"] = (3 - 3 * rank, 0)
     with pytest.raises(ValueError, match=r"first.2.weight: exp_avg is the piece of .*merge_local_state_dicts"):
         load(module, optimizer, local)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_of_a_dtensor_that_no_unit_manages(rank, world, kind):
+    """Its pieces were saved, and then refused as those of a parameter that is not sharded."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = build()
+        linear = module.first[0]
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh_1d(), [Shard(0)]))
+        fsdp2.fully_shard(module, mesh=mesh_1d(), ignored_params={linear.weight})
+        return module, torch.optim.AdamW(module.parameters(), lr=0.05, foreach=False)
+
+    (module, optimizer), (other, new) = made(), made()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter) * rank
+    optimizer.step()
+    state = saved(module, optimizer, kind, weights_only=False)
+    load(other, new, state, kind)
+    loaded = new.state[other.first[0].weight]["exp_avg"]
+    assert torch.equal(loaded.to_local(), optimizer.state[module.first[0].weight]["exp_avg"].to_local())
+    assert loaded.placements == (Shard(0),) and loaded.shape == (5, 8)
+    if kind == "local":
+        state["state"]["first.0.weight"]["exp_avg"]["offset"] = (3 - 3 * rank, 0)
+        with pytest.raises(ValueError, match=r"first.0.weight: exp_avg is the piece of .*merge_local_state_dicts"):
+            load(other, new, state, kind)
 
 
 @on_ranks(2)

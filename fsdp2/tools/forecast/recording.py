@@ -119,17 +119,25 @@ class Record:
 
         Times start with the step of the earliest rank. This changes the times of this record's last step, too. The
         clocks are compared at the ends of a few small collectives, so the error is about the latency of one.
+
+        Raises:
+            RuntimeError: A rank has recorded no whole step.
         """
         if not dist.is_initialized():
             return [self.timeline]
         world = dist.group.WORLD
         assert world is not None
         axis, met = Axis.of_group(world, self._device.type), list[float]()
-        own = self.timeline.to_json()
+        own = self.steps[-1].to_json() if self.steps else ""
         for _ in range(_MEETINGS):
             exchange_objects(None, axis, self._device)
             met.append(time.perf_counter())
         found: list[Any] = exchange_objects((own, met), axis, self._device)
+        if without := [rank for rank, (text, _) in enumerate(found) if not text]:
+            raise RuntimeError(
+                f"of_ranks: got no whole step on the ranks {without}, expected one on every rank; run steps of "
+                "the model inside the block on these ranks, too"
+            )
         ranks = on_one_clock([Timeline.from_json(text) for text, _ in found], [moments for _, moments in found])
         self.steps[-1] = ranks[axis.rank]
         return ranks

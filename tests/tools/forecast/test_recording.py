@@ -125,6 +125,17 @@ def test_ranks_have_one_clock(rank, world):
     assert record.of_ranks()[rank].seconds == first.seconds
 
 
+@on_ranks(2)
+def test_a_rank_without_a_step(rank, world):
+    """It raised alone, and the others waited for it."""
+    model, optimizer = build(init_device_mesh("cpu", (world,), mesh_dim_names=("shard",)))
+    with fsdp2.record_steps(model) as record:
+        step(model, optimizer)
+    record.steps = record.steps if rank else []
+    with pytest.raises(RuntimeError, match=r"got no whole step on the ranks \[0\], expected one on every rank"):
+        record.of_ranks()
+
+
 def test_the_late_rank_is_seen():
     """The second rank's clock is 50 s behind; its step begins 2 s after the first rank's, and the third's 1 s before.
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm.scaling import divide_
-from fsdp2.sharding.packing import NO_LIMIT, align
+from fsdp2.sharding.packing import align
 
 __all__ = ["BlockFormat", "Draw", "Encoded", "Noise", "decode", "decode_sum", "encode", "encoded_views"]
 
@@ -160,8 +160,6 @@ def _pieces(blocks: torch.Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _piece_numel(tensor: torch.Tensor) -> int:
     """Return the elements of a piece: what fits in a cache, or many if each piece is a launch, as in a forecast."""
-    if torch.compiler.is_compiling():  # its kernels keep nothing in between
-        return NO_LIMIT
     launches = tensor.device.type != "cpu" or tensor.untyped_storage().device.type == "meta"
     return _PIECE if launches else _CPU_PIECE
 

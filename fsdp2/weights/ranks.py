@@ -49,8 +49,9 @@ class Ranks:
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             on_cpu = accelerator is None or "cpu" in config or config in ("gloo", "mpi", "fake")
             device = torch.device("cpu") if on_cpu or accelerator is None else accelerator
-        axis = Axis(dist.group.WORLD, dist.get_world_size(), dist.get_rank(), dist.get_backend())
-        return cls(((axis, 0),), device, 0)
+        world = dist.group.WORLD
+        assert world is not None
+        return cls(((Axis.of_group(world, device.type), 0),), device, 0)
 
     @classmethod
     def of(cls, meshes: Iterable[DeviceMesh]) -> Ranks | None:
@@ -73,7 +74,8 @@ class Ranks:
                     "one mesh that has all of these ranks. Shard a parameter of the module, such as the root's, on a "
                     "mesh of all of them, or save and load with torch.distributed.checkpoint"
                 )
-        if mesh.size() == dist.get_world_size():
+        # The default process group is one line, and a mesh has one for each dimension; but it may not serve the device.
+        if mesh.size() == dist.get_world_size() and mesh.device_type in dist.get_backend_config():
             return cls.world(device_of(mesh.device_type))
         return cls.along(mesh, range(mesh.ndim))
 

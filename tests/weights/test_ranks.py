@@ -6,7 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2.sharding.platform import device_of
@@ -88,6 +90,16 @@ def test_which_ranks_of_several_meshes(rank, world):
     some = Ranks.of([small])
     assert (some.size, some.first, some.first_rank) == (2, rank % 2 == 0, rank // 2 * 2)
     assert Ranks.of([mesh_of(1, 4, names=("one", "four"))["one"]]).lines == ()
+
+
+@on_ranks(2)
+def test_a_default_process_group_for_other_devices(rank, world):
+    """One of GPUs was taken for that of a mesh of CPUs, so whole values were neither saved nor loaded."""
+    mesh = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu", mesh_dim_names=("shard",))
+    with mock.patch.object(dist, "get_backend_config", lambda group=None: "cuda:nccl"):
+        ranks = Ranks.of([mesh])
+    assert ranks is not None
+    assert [axis.group for axis, _ in ranks.lines] == [mesh.get_group()] != [dist.group.WORLD]
 
 
 @on_ranks(4)

@@ -18,7 +18,7 @@ from fsdp2._trace import Source, recording_with
 from fsdp2.comm.collectives import exchange_objects
 from fsdp2.comm.streams import Moments
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.grouping.modules import fsdp_modules
+from fsdp2.engine.index import units_below
 from fsdp2.sharding.mesh import Axis
 from fsdp2.tools.forecast.saving import save
 from fsdp2.tools.forecast.timeline import Exposed, Mark, Span, Timeline, axis_name, on_one_clock, unit_spans
@@ -189,8 +189,7 @@ def record_steps(model: nn.Module) -> Iterator[Record]:
 
 
 def _groups(model: nn.Module) -> list[FSDPParamGroup]:
-    units = fsdp_modules(model)
-    return list(dict.fromkeys(group for unit in units for group in unit._get_fsdp_state().groups))
+    return list(dict.fromkeys(group for unit in units_below(model) for group in unit.groups))
 
 
 def _recorded(recorder: _Recorder, model: nn.Module, *, whole: bool) -> list[Timeline]:
@@ -201,7 +200,7 @@ def _recorded(recorder: _Recorder, model: nn.Module, *, whole: bool) -> list[Tim
     anchor = recorder.moment()
     recorder.moments.wait()
     host, groups = time.perf_counter(), _groups(model)
-    roots = [unit._get_fsdp_state().root for unit in fsdp_modules(model)]
+    roots = [unit.root for unit in units_below(model)]
     recorder.of({*groups, *(group.residency for group in groups), *roots})
     steps = _steps(recorder, groups, end, (anchor, host))
     if not whole and steps:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._trace import Source, recording_with
+from fsdp2.engine.index import groups_below
 from fsdp2.engine.param import FSDPParam
-from fsdp2.grouping.modules import fsdp_modules
 from fsdp2.optim.whole.full_params import kept_params
 from fsdp2.sharding.layout import ShardLayout
 from fsdp2.tools.forecast.clock import Clock
@@ -234,15 +234,13 @@ def _padding(model: nn.Module) -> tuple[int, tuple[str, ...]]:
     """Return the bytes of padding in a gather of all parameters, and remedies for the parameters with most of them."""
     total, shares = 0, dict[str, tuple[int, FSDPParam]]()
     names: dict[object, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for module in fsdp_modules(model):
-        for group in module._get_fsdp_state().groups:
-            for param in group.params:
-                layout = param.spec.over_all
-                total += (layout.slot_numel * layout.ranks - layout.numel) * param.compute_dtype.itemsize
-                if layout.dim is not None and layout.padding_numel > _NOTABLE * layout.numel:
-                    name = re.sub(r"\b\d+\b", "*", names.get(param.sharded, param.name))  # one line for all layers
-                    before = shares.get(name, (0, param))[0]
-                    shares[name] = (before + layout.padding_numel * param.compute_dtype.itemsize, param)
+    for param in (param for group in groups_below(model) for param in group.params):
+        layout = param.spec.over_all
+        padding = layout.padding_numel * param.compute_dtype.itemsize
+        total += padding
+        if layout.padding_numel > _NOTABLE * layout.numel:
+            name = re.sub(r"\b\d+\b", "*", names.get(param.sharded, param.name))  # one line for all layers
+            shares[name] = (shares.get(name, (0, param))[0] + padding, param)
     most = sorted(shares.items(), key=lambda item: -item[1][0])[:3]
     return total, tuple(_remedy(name, nbytes, param) for name, (nbytes, param) in most if nbytes > _NOTABLE * total)
 

@@ -690,6 +690,23 @@ def test_padding_comes_with_a_remedy():
     assert over.padding_bytes == result.padding_bytes
 
 
+@pytest.mark.parametrize("how", ["one unit", "grouped", "tied"])
+def test_padding_counts_once(how):
+    """That of a unit of two modules, and of a parameter in two units, was counted twice."""
+
+    def builds(mesh: Any) -> Any:
+        model = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(2)))
+        if how == "grouped":
+            fsdp2.fully_shard([*model], mesh=mesh)
+        elif how == "tied":
+            model[1].weight = model[0].weight
+            shard_each(model, fsdp2, mesh=mesh)
+        return model if how == "tied" else fsdp2.fully_shard(model, mesh=mesh)
+
+    result = forecast(builds, lambda model, optimizer: model(torch.ones(1, 5)).sum().backward(), mesh={"shard": 4})
+    assert result.padding_bytes == (8 - 5) * 5 * 4 * (1 if how == "tied" else 2)
+
+
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_what_others_send_is_no_gradient(backend):
     """Tokens that the program's own collectives send to experts were counted as gradients."""

@@ -22,8 +22,8 @@ __all__ = [
     "gradient_hooks",
     "graph_task_id",
     "have_gradient_hooks",
+    "is_made_since",
     "lasting_tensors",
-    "node_sequence_number",
     "profiler_running",
     "queue_end_of_backward",
     "share_gradient_hooks",
@@ -40,9 +40,9 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 autograd_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
-def node_sequence_number(node: Any) -> int:
-    """Return the creation number of an autograd node."""
-    return node._sequence_nr()
+def is_made_since(node: Any, since: int) -> bool:
+    """Return True if ``node`` is an autograd node that was made at or after the sequence number ``since``."""
+    return node is not None and node._sequence_nr() >= since
 
 
 # Runs a function at the end of the running backward. torch's engine has no public function for it.

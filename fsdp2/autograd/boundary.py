@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from fsdp2._torch.autograd import is_made_since
 from fsdp2.autograd import hooks
-from fsdp2.autograd.reach import Targets, is_made_since
 from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.autograd.trees import Tree
 
@@ -34,8 +34,6 @@ class Boundary:
         self._known: dict[int, torch.Tensor] = {}  # tensors that were in these before the call, by id, kept alive
         self._left: Tensors = []  # results that the module has left in these
         self._at_end: list[Callable[[], None]] = []  # hold inputs
-        self._gate: _Gate | None = None
-        self._hidden: Targets | None = None
 
     # ---- into the call ----
 
@@ -44,16 +42,13 @@ class Boundary:
 
         A backward through these gradients calls ``starting`` first. Return whether no input requires a gradient.
 
-        Hidden inputs, such as a cache that earlier layers have filled, cannot be hooked. Most layers use none of them.
-        ``end`` finds out whether this call did: if so, the other inputs do not tell when backward is done.
+        Hidden inputs, such as a cache that earlier layers have filled, cannot be hooked, and need no hook beside others:
+        autograd runs the newest node that is ready, and the node on the inputs is the oldest of the call, so it comes
+        after all that the call has computed with hidden ones. Alone they do not tell when backward is done.
         """
         needing = [tensor for tensor in given.tensors if tensor.requires_grad]
-        hidden = given.hidden and [tensor for tensor in given.hidden if tensor.requires_grad]
         if not needing:
-            return not hidden
-        if hidden:
-            done = self._gate = _Gate(done)
-            self._hidden = Targets(hidden)
+            return not any([tensor.requires_grad for tensor in given.hidden])
         watched, at_end = hooks.watch_inputs(needing, done, starting)
         if at_end is not None:
             self._at_end.append(at_end)
@@ -88,18 +83,12 @@ class Boundary:
             kept = dict(zip(map(id, new), self._outlasting(new)))
             written.tensors = [kept.get(id(tensor), tensor) for tensor in written.tensors]
             written.rebuilt(in_place=True)
-            self._left = self._made_here(written.tensors)
+            self._left = [tensor for tensor in written.tensors if is_made_since(tensor.grad_fn, self.first_node)]
 
-    def end(self, result: Tree) -> None:
-        """Find out whether the call has changed its input, or computed with hidden ones, which do not tell the end."""
+    def end(self) -> None:
+        """Find out whether the call has changed its input, whose node then does not tell when backward is done."""
         while self._at_end:
             self._at_end.pop()()
-        if self._gate is not None and self._hidden is not None:
-            new = self._made_here([*result.tensors, *self._left])
-            self._gate.is_open = not self._hidden.reached_from(new, self.first_node)
-
-    def _made_here(self, tensors: Tensors) -> Tensors:
-        return [tensor for tensor in tensors if is_made_since(tensor.grad_fn, self.first_node)]
 
     def watch_results(
         self,
@@ -118,19 +107,3 @@ class Boundary:
         if starting_from_sides is not None:
             watched |= self._side_outputs.watch(self.first_node, starting_from_sides, self._outlasting)
         return watched
-
-
-class _Gate:
-    """Passes calls on to ``done`` while it is open.
-
-    It is closed at first: when the other inputs have their gradients, those of hidden inputs may still be missing.
-    """
-
-    def __init__(self, done: Callable[[], None]) -> None:
-        self.is_open = False
-        self._done = done
-
-    def __call__(self) -> None:
-        """Call ``done`` if the gate is open."""
-        if self.is_open:
-            self._done()

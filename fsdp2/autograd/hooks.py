@@ -25,12 +25,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch.autograd import functorch_active, gradient_hook_tables, tangents_of, view_base
+from fsdp2._torch.autograd import functorch_active, gradient_hook_tables, is_made_since, tangents_of, view_base
 from fsdp2._torch.hooks import skipped_by_dynamo
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.optimizers import put_first_after_step
 from fsdp2._torch.tensors import AsyncCollectiveTensor, uncount_write
-from fsdp2.autograd.reach import is_made_since
 
 __all__ = [
     "ChildList",

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2._torch.autograd import is_made_since
 from fsdp2._torch.modules import cached_parametrizations
 from fsdp2.autograd import hooks
-from fsdp2.autograd.reach import is_made_since
 from fsdp2.autograd.trees import LEFT_LEVELS, PLAIN, Tree
 
 __all__ = ["SideOutputs"]

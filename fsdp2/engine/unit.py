@@ -448,7 +448,7 @@ class FSDPState(ComposableState):
         # An exception may have ended the pass before the call.
         run = None if call.run.entered.pop(self, None) is None else call.run
         if trains:
-            call.boundary.end(result)
+            call.boundary.end()
             if self.groups:
                 self._watch_results(call, result, in_backward)
             if result.opaque:

@@ -189,9 +189,10 @@ def test_layers_that_share_a_cache(rank, world, reads):
 
 @api.fsdp2_only
 @on_ranks(2)
-def test_a_layer_that_does_not_read_the_cache_is_freed_when_backward_leaves_it(rank, world):
+def test_a_layer_that_shares_a_cache_is_freed_when_backward_leaves_it(rank, world):
     """With transformers' default ``use_cache=True`` every block stayed whole until the end of backward: the keys of
-    earlier blocks came in through an object, where no hook can be put, so nothing was watched at all."""
+    earlier blocks came in through an object, where no hook can be put, so nothing was watched at all. Whether a layer
+    reads what another has left there, as the second does, makes no difference."""
     torch.manual_seed(0)
     model = WithCache(False, True, False, False)
     for layer in (*model.layers, model):
@@ -202,10 +203,9 @@ def test_a_layer_that_does_not_read_the_cache_is_freed_when_backward_leaves_it(r
         events.clear()
         with listening(lambda event, name: events.append(f"{event} {name}")):
             loss.backward()
-        # Freed as backward leaves it, before the layer two further down is entered; the second reads the cache.
-        for layer, below in (("layers.3", "layers.1"), ("layers.2", "layers.0")):
+        # Freed as backward leaves it, before the layer two further down is entered.
+        for layer, below in (("layers.3", "layers.1"), ("layers.2", "layers.0"), ("layers.1", "layers.0")):
             assert events.index(f"reshard {layer}") < events.index(f"pre_backward {below}"), events
-        assert events.index("reshard layers.1") > events.index("pre_backward layers.0"), events
 
 
 @api.fsdp2_only

@@ -343,10 +343,9 @@ class Execution:
         return loss
 
     def look(self, part: Tree) -> None:
-        """Backward has the gradient of what went into ``part``: a unit is freed by then, unless it had other inputs."""
-        nodes = [part.node, *(tree.node for tree in trees(part))]
+        """Backward has the gradient of what went into ``part``: a unit is freed by then."""
         if self.frees and self.plan.is_simple and isinstance(part, self.fsdp.FSDPModule):
-            if any(not hasattr(p, "placements") for p in part.parameters()) and not any(n.reads for n in nodes):
+            if any(not hasattr(p, "placements") for p in part.parameters()):
                 self.late.append(part.node.kind)
 
     def back(self, loss: Tensor, retain: bool = False) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.autograd.reach import Targets
+from fsdp2.autograd.boundary import Boundary
+from fsdp2.autograd.trees import Tree
 from fsdp2.comm import reduce
 from fsdp2.comm.collectives import all_to_all, prefers_all_to_all
 from fsdp2.engine import gradient_plan, gradients
@@ -69,7 +70,12 @@ def compare_every_pass(patch: Patch) -> None:
 
 def wait_for_hidden_inputs(patch: Patch) -> None:
     """Keep a unit until the end of backward if there were tensors in an object among its arguments."""
-    patch.setattr(Targets, "reached_from", lambda *unused: True)
+    watch = Boundary.watch_inputs
+
+    def never_done(self: Boundary, given: Tree, done: Callable[[], None], *others: Any) -> bool:
+        return watch(self, given, (lambda: None) if given.hidden else done, *others)
+
+    patch.setattr(Boundary, "watch_inputs", never_done)
 
 
 def go_on_after_a_backward_that_raised(patch: Patch) -> None:

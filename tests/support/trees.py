@@ -202,11 +202,6 @@ class Node:
     in_place: bool = False
     twice: bool = False
 
-    @property
-    def reads(self) -> bool:
-        """Whether it may compute with the cache."""
-        return self.kind == "reads"
-
 
 class Tree(nn.Module):
     """What a node becomes. ``alone`` in the single process, which recomputes nothing.

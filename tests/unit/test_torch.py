@@ -226,14 +226,15 @@ def test_a_running_backward_knows_which_leaves_it_reaches() -> None:
     assert log == {0: True, 1: False}
 
 
-@probes("autograd_sequence_number", "node_sequence_number")
+@probes("autograd_sequence_number", "is_made_since")
 def test_nodes_are_numbered_in_the_order_of_their_making() -> None:
     leaf = torch.ones(2, requires_grad=True)
     before = leaf * 2
     since = _torch.autograd_sequence_number()
     after = before * 2
-    numbers = [_torch.node_sequence_number(tensor.grad_fn) for tensor in (before, after)]
-    assert numbers[0] < since <= numbers[1]
+    assert not _torch.is_made_since(before.grad_fn, since)
+    assert _torch.is_made_since(after.grad_fn, since) and _torch.is_made_since(after.grad_fn, since - 1)
+    assert not _torch.is_made_since(leaf.grad_fn, since)
 
 
 @probes("gradient_hooks", "have_gradient_hooks")

@@ -167,8 +167,8 @@ def test_without_an_input_that_needs_a_gradient_nothing_changes(args: tuple[Any,
     assert need_none and all(map(operator.is_, new_args, args)) and new_kwargs == kwargs
 
 
-def test_inputs_inside_plain_objects_cannot_be_watched() -> None:
-    """The hooks on the others do nothing unless the module is known not to have used them."""
+def test_inputs_inside_plain_objects_need_no_hooks_beside_others() -> None:
+    """The hooks on the others come last, also if what uses the hidden input is behind the rest of the module."""
 
     class Box:
         def __init__(self, value: Tensor) -> None:
@@ -182,10 +182,11 @@ def test_inputs_inside_plain_objects_cannot_be_watched() -> None:
     for used in (True, False):
         (new_args, _), need_none, call = watch_inputs((hidden, log.leaf("input")), {}, log.done)
         assert not need_none and new_args[0] is hidden
-        output = new_args[1] * hidden.value if used else new_args[1] * 2
-        call.end(Tree((output,), results=True))
-        output.sum().backward()
-    assert log == ["input", "done", "input"]
+        output = log.through(new_args[1] * 2, "with the input")
+        late = log.through(hidden.value * 3, "with the hidden one") if used else 0
+        call.end()
+        (output * 4 + late).sum().backward()
+    assert log == ["with the hidden one", "with the input", "done", "input", "with the input", "done", "input"]
 
 
 @pytest.mark.parametrize("of", ["its own", "a part", "a view"])
@@ -200,7 +201,7 @@ def test_a_single_input_may_be_changed_in_place(of: str, used_before: bool) -> N
     view.mul_(3)
     output = log.through(view * 1, "after").sum() + before
     assert (view == 3).all()
-    call.end(Tree((output,), results=True))
+    call.end()
     output.backward()
     inside = ["after", "before"] if used_before else ["after"]
     assert log == [*inside, "done", "leaf"]

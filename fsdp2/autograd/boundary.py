@@ -42,9 +42,9 @@ class Boundary:
 
         A backward through these gradients calls ``starting`` first. Return whether no input requires a gradient.
 
-        Hidden inputs, such as a cache that earlier layers have filled, cannot be hooked, and need no hook beside others:
-        autograd runs the newest node that is ready, and the node on the inputs is the oldest of the call, so it comes
-        after all that the call has computed with hidden ones. Alone they do not tell when backward is done.
+        Hidden inputs, such as a cache that earlier layers have filled, cannot be hooked, and need no hook beside other
+        inputs: autograd runs the newest of the ready nodes, and the node on these inputs is the oldest of the call. So
+        it runs after all that the call has computed with hidden ones.
         """
         needing = [tensor for tensor in given.tensors if tensor.requires_grad]
         if not needing:

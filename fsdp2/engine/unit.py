@@ -150,6 +150,29 @@ def _advance(resume: Callable[[Any], Any], sent: Any) -> tuple[bool, Any]:
         return True, end.value
 
 
+class _Entry:
+    """Lets backward enter a unit by an output of one of its calls.
+
+    It is an object of a class of ours, by which ``autograd.hooks`` tells our hooks from others.
+    """
+
+    __slots__ = ("_around", "_unit", "_used")
+
+    def __init__(self, unit: FSDPState, call: Call) -> None:
+        self._unit = unit
+        self._used = {group: group.computed_with for group in unit.groups}
+        # The calls that this one is inside. Backward enters their units by their own outputs, unless the loss uses only
+        # outputs of units inside them, which a hook has captured. It needs their weights all the same, below this unit.
+        self._around = [other for other in call.run.entered if other.groups]
+
+    @skipped_by_dynamo
+    def __call__(self, grad: torch.Tensor | None) -> None:
+        self._unit.pre_backward(grad, self._used)
+        for unit in reversed(self._around):  # the outermost last, as when all enter by one tensor
+            if not all([group.is_entered for group in unit.groups]):
+                unit.pre_backward(grad)
+
+
 class Adopting(Protocol):
     """The arguments of the ``fully_shard`` call (``grouping.CallOptions``), by which parameters are added later."""
 
@@ -490,7 +513,7 @@ class FSDPState(ComposableState):
         units = [self, *call.run.entered]
         # Also if parameters are kept: a backward on another forward may free them first.
         sides = None if in_backward else lambda: [unit.pre_backward for unit in units]
-        if call.boundary.watch_results(result, self._entry(call), sides) and not in_backward:
+        if call.boundary.watch_results(result, _Entry(self, call), sides) and not in_backward:
             self.root.pending.record(self.groups)
 
     def _stays_for_backward(self, run: ForwardPass, group: FSDPParamGroup) -> bool:
@@ -620,26 +643,6 @@ class FSDPState(ComposableState):
             if unit.root is root:  # as in forward
                 for group in reversed(unit.groups):
                     run.prefetch(group)
-
-    def _entry(self, call: Call) -> Callable[[torch.Tensor | None], None]:
-        """Return what enters backward by the outputs of ``call``."""
-        used = {group: group.computed_with for group in self.groups}
-        around = [unit for unit in call.run.entered if unit.groups]
-        if around:
-            return skipped_by_dynamo(lambda grad: self._enter_from_within(around, grad, used))
-        return skipped_by_dynamo(lambda grad: self.pre_backward(grad, used))
-
-    @outside_dynamo
-    def _enter_from_within(self, around: list[FSDPState], grad: torch.Tensor | None, used: _Used) -> None:
-        """Enter backward by an output of a call inside calls of the units ``around``.
-
-        Backward enters these by their own outputs, unless the loss uses only outputs of units inside them, which a hook
-        has captured. It needs their weights all the same, below this unit.
-        """
-        self.pre_backward(grad, used)
-        for unit in reversed(around):  # the outermost last, as when all enter by one tensor
-            if not all([group.is_entered for group in unit.groups]):
-                unit.pre_backward(grad)
 
     def _enter_member(self, grad: torch.Tensor | None) -> None:
         """Enter backward by the output of one member of a grouped call.

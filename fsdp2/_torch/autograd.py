@@ -12,9 +12,9 @@ import torch
 # The transforms of torch.func refuse requires_grad_ in the whole thread; nothing public allows it for a while.
 from torch._C import _functorch
 from torch.autograd import Variable, forward_ad
+from torch.autograd.graph import get_gradient_edge
 
 __all__ = [
-    "accumulate_grad_node",
     "autograd_sequence_number",
     "explicit_grad_dtype",
     "functorch_active",
@@ -57,7 +57,7 @@ def will_accumulate(leaf: torch.Tensor) -> bool:
     """
     try:
         with without_functorch():
-            return torch._C._will_engine_execute_node(accumulate_grad_node(leaf))
+            return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
     except RuntimeError:
         return False
 
@@ -75,12 +75,6 @@ def explicit_grad_dtype(param: torch.Tensor) -> tuple[torch.dtype | None, ...]:
         dtype = param.grad_dtype
         chosen = param._has_grad_dtype_override if _FLAGGED else dtype != param.dtype  # type: ignore[attr-defined]  # since torch 2.15
     return (dtype,) if chosen else ()
-
-
-def accumulate_grad_node(leaf: torch.Tensor) -> Any:
-    """Return the autograd node that adds to ``leaf.grad``. Do not keep it: it runs on the stream of its creation."""
-    with torch.enable_grad():
-        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # a view has one
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]] | None:

@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 import fsdp2
-from fsdp2._torch.autograd import accumulate_grad_node
 from fsdp2.comm import streams
 from fsdp2.sharding.platform import simulated, using
 from tests.support import api
@@ -215,7 +215,7 @@ def on_the_stream_of_its_node(device: Device) -> Any:
 
     def hook(full: Tensor, ready: Any) -> Any:
         def called(tensor: Tensor) -> None:
-            kept.append(accumulate_grad_node(full))
+            kept.append(get_gradient_edge(full).node)
             with device.stream(kept[-1].metadata.setdefault("stream", device.current_stream())):
                 ready(tensor)
 
@@ -234,7 +234,7 @@ def test_no_node_is_kept_over_iterations():
         for _ in range(3):
             fulls.clear()
             loss = run.forward()
-            nodes = [accumulate_grad_node(full) for full in fulls]
+            nodes = [get_gradient_edge(full).node for full in fulls]
             assert nodes and not any(node.metadata for node in nodes)
             for node in nodes:
                 node.metadata["iteration"] = "an earlier one"

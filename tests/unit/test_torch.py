@@ -213,13 +213,9 @@ def test_a_running_backward_has_an_id_and_an_end() -> None:
     assert log[0] >= 0 and log[1:] == [[2.0, 2.0]]
 
 
-@probes("will_accumulate", "accumulate_grad_node")
+@probes("will_accumulate")
 def test_a_running_backward_knows_which_leaves_it_reaches() -> None:
     log, leaves = {}, [torch.ones(2, requires_grad=True) for _ in range(2)]
-    nodes = [_torch.accumulate_grad_node(leaf) for leaf in leaves]
-    assert [node.variable is leaf for node, leaf in zip(nodes, leaves)] == [True, True]
-    with torch.no_grad():
-        assert _torch.accumulate_grad_node(leaves[0]) is nodes[0]
     output = leaves[0] * 2
     output.register_hook(lambda grad: log.update({i: _torch.will_accumulate(leaf) for i, leaf in enumerate(leaves)}))
     output.sum().backward()

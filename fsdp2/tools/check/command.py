@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
+import shlex
 import signal
 import sys
 import time
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     found = supervisor.collect()
     if job.rank:
         return 0  # only rank 0 returns the status: torchrun would end rank 0 before it has written the report
-    report = _report(found, job, tasks, interrupted)
+    report = _report(arguments, found, job, tasks, interrupted)
     _write(report, given)
     return report.status
 
@@ -158,10 +158,15 @@ class _Progress:
         print(f"{clear}{line} ({time.monotonic() - self._began:.0f} s)", file=sys.stderr, flush=True)
 
 
-def _report(found: dict[str, list[Outcome | None]], job: Job, tasks: Sequence[Task], interrupted: bool) -> Report:
+def _report(
+    arguments: Sequence[str],
+    found: dict[str, list[Outcome | None]],
+    job: Job,
+    tasks: Sequence[Task],
+    interrupted: bool,
+) -> Report:
     about = [outcome.figures if outcome else {} for outcome in found.get(ENVIRONMENT, [])]
-    report = Report("python -m fsdp2 check " + " ".join(sys.argv[1:]), interrupted=interrupted)
-    report.command = re.sub(r"check check", "check", report.command).strip()
+    report = Report(shlex.join(["python", "-m", "fsdp2", "check", *arguments]), interrupted=interrupted)
     report.here = about[0].get("job", {}) if about else {}
     report.ranks = [one.get("rank", {}) for one in about]
     report.links = about[0].get("links", "") if about else ""

@@ -9,11 +9,12 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fsdp2.__main__ import main
-from fsdp2.tools.check.command import _write
+from fsdp2.tools.check.command import _report, _write
 from fsdp2.tools.check.report import Report
 from fsdp2.tools.check.supervisor import Supervisor
 from fsdp2.tools.forecast.cost import H100, Hardware, Link
@@ -62,6 +63,13 @@ def test_a_rank_that_hangs_is_named(tmp_path):
         "output-0",
         "output-1",
     ]
+
+
+def test_the_command_of_the_report_can_be_run():
+    """Names of checks lost their quotes, so that they were two names, which no check has."""
+    job: Any = SimpleNamespace(device="cpu", gpus_here=0, ranks_here=1)
+    report = _report(["--only", "tensor parallel"], {}, job, [], interrupted=False)
+    assert report.command == "python -m fsdp2 check --only 'tensor parallel'"
 
 
 @pytest.mark.slow

@@ -124,8 +124,8 @@ def known_problems(torch_version: str, *, cuda: bool, gpus: int, ranks_here: int
         )
     elif gpus and ranks_here > gpus:
         found.append(
-            f"{ranks_here} ranks run on this host, which has {gpus} GPUs; NCCL takes one rank for each GPU, so CPUs "
-            f"are checked. For the GPUs run with --nproc-per-node {gpus}"
+            f"{ranks_here} ranks run on this host, which has {gpus} GPU{'s' * (gpus > 1)}; NCCL takes one rank for "
+            f"each GPU, so CPUs are checked. To check GPUs, run with --nproc-per-node {gpus}"
         )
     elif not gpus:
         found.append("no GPU was found, so CPUs and gloo are checked; timings of a CPU say nothing about GPUs")

@@ -1,4 +1,4 @@
-"""torch's names for the parts of a unit, a group and a parameter, as properties of our classes.
+"""torch's names for the parts of a unit, a group, a parameter and a mesh, as properties of our classes.
 
 They are set when the package is imported. Libraries, memory trackers and torch's own tests use these names; nothing
 else in the package does.
@@ -121,6 +121,11 @@ _COMM: Properties = {
     "reduce_scatter_max_input_buffers": lambda comm: comm.reductions.limit,
     "_last_post_reduce_events": lambda comm: {},  # empty: the end of backward has already waited for reductions
 }
+_MESH: Properties = {
+    "shard_process_group": lambda mesh: mesh.shard.group,
+    "shard_mesh_size": lambda mesh: mesh.shard.size,
+    "shard_mesh_rank": lambda mesh: mesh.shard.rank,
+}
 _UNIT_METHODS: dict[str, Callable[..., Any]] = {
     "_pre_forward": FSDPState.pre_forward,
     "_post_forward": FSDPState.post_forward,
@@ -143,8 +148,14 @@ def _refuse(name: str, owner: object, value: object) -> None:
 
 def give_names() -> None:
     """Set torch's names on our classes."""
-    owners = ((FSDPParam, _PARAM), (FSDPParamGroup, _GROUP), (FSDPState, _UNIT), (CommContext, _COMM))
-    for owner, names in owners:
+    owners: dict[type, Properties] = {
+        FSDPParam: _PARAM,
+        FSDPParamGroup: _GROUP,
+        FSDPState: _UNIT,
+        CommContext: _COMM,
+        DataParallelMesh: _MESH,
+    }
+    for owner, names in owners.items():
         for name, read in names.items():
             setattr(owner, name, property(read, partial(_refuse, name)))
     FSDPParamGroup.post_forward_mesh_info = property(  # type: ignore[attr-defined]  # it has no such name of its own

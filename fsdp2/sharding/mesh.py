@@ -313,21 +313,6 @@ class DataParallelMesh:
         return ("replicate", "shard") if self.mesh.ndim == 2 else ("shard",)
 
     @property
-    def shard_process_group(self) -> dist.ProcessGroup | None:
-        """The process group of the shard axis (torch's name)."""
-        return self.shard.group
-
-    @property
-    def shard_mesh_size(self) -> int:
-        """The number of ranks that parameters are sharded over (torch's name)."""
-        return self.shard.size
-
-    @property
-    def shard_mesh_rank(self) -> int:
-        """This process's rank on the shard axis (torch's name)."""
-        return self.shard.rank
-
-    @property
     def shard_mesh(self) -> DeviceMesh:
         """The 1D mesh that parameters are sharded over, which all-gather extensions receive."""
         if self.mesh.ndim == 1:

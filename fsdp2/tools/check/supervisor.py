@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -71,10 +71,7 @@ class Job:
         every = self.shared("place", here)
         names = [one["host"] for one in every]
         device = f"cuda:{self.local_rank}" if all(one["gpu"] for one in every) else "cpu"
-        ranks_here = names.count(here["host"])
-        return Job(
-            self.rank, self.world, self.local_rank, self.store, self.address, len(set(names)), ranks_here, device
-        )
+        return replace(self, hosts=len(set(names)), ranks_here=names.count(here["host"]), device=device)
 
     def shared(self, key: str, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -224,10 +225,10 @@ def compare(against: str, got: Seen, expected: Seen, tolerance: float, *, exact:
         same &= _same_bits(got.get(name), value)
         bound = tolerance * max(_largest(value), floors[name.split()[0]])
         share = difference / bound if bound else (0.0 if difference == 0 else math.inf)
-        if not share <= most or math.isnan(share):
+        if not share <= most:  # also if it is NaN
             most = math.inf if math.isnan(share) else share
             found = Comparison(against, name, difference, bound, exact, False)
-    return Comparison(against, found.what, found.difference, found.bound, exact, same)
+    return replace(found, same_bits=same)
 
 
 def _largest(value: Tensor | None) -> float:

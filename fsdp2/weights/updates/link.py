@@ -7,7 +7,6 @@ What a side cannot do, it says where the others expect to hear from it, so no on
 
 from __future__ import annotations
 
-import itertools
 import json
 import uuid
 from collections.abc import Callable, Iterator
@@ -190,9 +189,6 @@ class FromGroup:
                 "may be of two versions until another update has been received, which will be whole"
             )
         return value
-
-
-_numbers = itertools.count()
 
 
 def weight_sync_group(

@@ -26,12 +26,12 @@ Draw = Callable[[torch.Tensor], torch.Tensor]
 _READS = 16  # how often a table of random numbers is read on a CPU
 _CPU_PIECE, _PIECE = 1 << 17, 1 << 21  # elements
 _INTEGERS: dict[torch.dtype | str, float] = {torch.int8: 127.0, "int4": 7.0}
-"""Largest number."""
+"""The largest number of each format of integers."""
 _FLOATS: dict[torch.dtype | str, tuple[float, int, int]] = {
     torch.float8_e4m3fn: (448.0, 3, -6),
     torch.float8_e5m2: (57344.0, 2, -14),
 }
-"""Largest number, bits behind the leading one, smallest normal exponent."""
+"""Of each floating-point format: the largest number, bits behind the leading one, smallest normal exponent."""
 _SMALLEST = torch.finfo(torch.float32).tiny  # scale: the inverse of a smaller one would be infinite
 _TO_INTEGER = 1.5 * 2**23  # floats of this size are integers, and their lowest bits are those of the integer
 _SCALE_BYTES = 4  # a block's scale is a float32
@@ -90,9 +90,10 @@ class Encoded(NamedTuple):
 
 
 def encoded_views(rows: torch.Tensor, numel: int, form: BlockFormat, first: int = 0, blocks: int = -1) -> Encoded:
-    """Return the numbers and scales in ``rows`` (rows, bytes) of ``numel`` encoded elements each.
+    """Return the numbers and scales in ``rows`` (rows, bytes), each of which has ``numel`` encoded elements.
 
-    Of ``blocks`` from block ``first`` on, by default all. Made of few operations, since a gather makes them each time.
+    They are those of ``blocks`` blocks from block ``first`` on, or of all blocks. This takes few operations, because
+    each gather does it again.
     """
     size, count = form.payload_bytes(form.block), numel // form.block if blocks < 0 else blocks
     numbers = rows.narrow(1, first * size, count * size).view(rows.shape[0], count, size)
@@ -101,7 +102,7 @@ def encoded_views(rows: torch.Tensor, numel: int, form: BlockFormat, first: int 
 
 
 def encode(values: torch.Tensor, into: Encoded, form: BlockFormat, draw: Draw | None = None) -> None:
-    """Write ``values`` (rows, elements) there, rounded to the nearest, or by chance so that the mean is the value."""
+    """Write ``values`` (rows, elements) to ``into``, rounded to nearest; with ``draw`` by chance, without bias."""
     blocks = values.unflatten(1, (-1, form.block))
     scratch = None
     for part in _pieces(blocks):

@@ -33,7 +33,7 @@ def copies_of_lent(values: Mapping[str, Any], groups: Iterable[FSDPParamGroup]) 
 
 
 def why_unreadable(value: Any) -> str:
-    """Return why a handed tensor has not the values that its caller expects, and what to do; "" if it has them."""
+    """Return why a tensor does not have the values that its caller expects, and what to do; "" if it has them."""
     if not isinstance(value, torch.Tensor):
         return ""
     local = on_this_rank(value)

@@ -135,7 +135,7 @@ def check_copies(mine: Iterable[Place], ranks: Ranks, where: str, taken: str) ->
 
 
 def _has_others(place: Place, ranks: Ranks) -> bool:
-    """Return whether other ranks may have another tensor of this name: it lies on this rank, or a mesh, alone."""
+    """Return whether other ranks may have another tensor of this name: this one lies on some ranks alone."""
     if place.mesh is None:
         return ranks.size > 1 and isinstance(place.tensor, torch.nn.Parameter)
     return place.mesh.size() < ranks.size and place.copies.first

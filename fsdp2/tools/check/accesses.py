@@ -138,7 +138,7 @@ def _join(clock: Clock, other: Clock) -> None:
 
 
 def extent(tensor: torch.Tensor) -> Range:
-    """Return the addresses of the elements of a strided tensor; as many as none of an empty one."""
+    """Return the addresses of the elements of a strided tensor; an empty range if it has none."""
     low = tensor.data_ptr()
     if not tensor.numel():
         return low, low

@@ -53,8 +53,8 @@ class Hardware:
     The time of a kernel is that of its arithmetic or of its memory traffic, whichever is longer. The time of a
     collective is the latency of its link and the time for the bytes that pass a rank; both are interpolated between
     the sizes of ``links``. Between nodes, a group has ``network_bytes_per_second`` for each of its ranks there; other
-    groups have the rest. A ring uses what all its ranks of a node have together, an all-to-all uses of each rank its
-    own. Host time, contention for multiprocessors and congestion are not modeled.
+    groups have the rest. A ring uses the shares of all its ranks in a node together, and in an all-to-all each rank
+    uses its own. Host time, contention for multiprocessors and congestion are not modeled.
 
     Raises:
         ValueError: A constant is not a positive number, or there is no link, or more than one for a number of ranks.

@@ -136,7 +136,7 @@ class WeightBucket:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the buffer, and of what says what is in it."""
+        """The bytes of the buffer and of the header."""
         return self.buffer.numel() + len(json.dumps(self.header, separators=(",", ":")))
 
     @property

@@ -17,7 +17,7 @@ from fsdp2.weights.updates.plan import Plan
 __all__ = ["Collector", "Forms"]
 
 Forms = list[tuple[int, int]]
-"""The form in which each piece of a rank is sent, and how many elements are."""
+"""The form in which each piece of a rank is sent, and how many of its elements are sent."""
 _STEPS = 8
 """Whole tensors arrive in about so many steps a bucket, because what arrives is in memory beside the bucket."""
 
@@ -32,11 +32,11 @@ class Collector:
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def whole(self) -> list[Forms]:
-        """Return the forms of all ranks, in rank order, that send everything."""
+        """Return the forms in which all ranks, in rank order, send everything."""
         return [[(Form.WHOLE, numel(box)) for _, box in pieces] for pieces in self.plan.everyones]
 
     def compared(self) -> tuple[list[Forms], int]:
-        """Return the forms of all ranks that send what has changed since, and how many elements have."""
+        """Return the forms in which all ranks send what has changed, and the number of elements that have."""
         counts: list[torch.Tensor] = []
         with self.ranks.agreed():
             for i, piece in enumerate(self.plan.pieces):

@@ -7,8 +7,8 @@ A rule is an entry of a mapping, from names of the model to names of the engine.
     ("*.q.weight", "*.k.weight", "*.v.weight"): "*.qkv.weight"             joined, in this order
     "*.qkv.weight": (("*.q.weight", 64), ("*.k.weight", 16), ("*.v.weight", 16))   split, by rows
     "*.gate_up.weight": ("*.gate.weight", "*.up.weight")    split evenly
-    "*.experts.up": "*.experts.{}.up.weight"                a tensor each of a stack, numbered
-    "*.experts.gate_up": ("*.experts.{}.gate.weight", "*.experts.{}.up.weight")    each of a stack, split as above
+    "*.experts.up": "*.experts.{}.up.weight"                a tensor for each entry of a stack, numbered
+    "*.experts.gate_up": ("*.experts.{}.gate.weight", "*.experts.{}.up.weight")    each entry split as above
 
 A ``*`` stands for any characters; in the engine's name it stands for what it stood for in the model's.
 """
@@ -38,7 +38,8 @@ _NUMBER = "{}"
 class Rows:
     """``count`` rows of a tensor of the model, from ``start`` on, and where they go: to row ``to`` of the target.
 
-    Of a stack they are one entry, of which ``part`` (start and length) goes into the target, or all of it.
+    If the tensor is a stack, they are one entry of it. ``part`` (start, length) of the entry's rows go into the target;
+    None: all of them.
     """
 
     source: int
@@ -50,7 +51,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor of the engine, and the rows that it is made of. One of a stack lacks the stack's first dimension."""
+    """A tensor of the engine, and the rows that it is made of.
+
+    One that is made of an entry of a stack (``of_stack``) lacks the stack's first dimension.
+    """
 
     name: str
     entry: Entry
@@ -77,7 +81,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A checked entry of the mapping. ``parts`` are the engine's names; a number of rows of None: an even share."""
+    """A checked entry of the mapping. ``parts`` are names of the engine with their rows; None: an even share."""
 
     names: tuple[str, ...]
     parts: tuple[tuple[str, int | None], ...]

@@ -514,10 +514,10 @@ class FSDPModule(TorchFSDPModule):
         values = {"direct_param_bytes": direct_param_bytes, "direct_group_bytes": direct_group_bytes}
         given = TransferSizes.given(values | {"chunk_bytes": chunk_bytes, "exchange_bytes": exchange_bytes})
 
-        def change(group: FSDPParamGroup) -> GroupOptions:
-            return replace(group.store.options, sizes=replace(group.store.options.sizes, **given))
+        def change(options: GroupOptions) -> GroupOptions:
+            return replace(options, sizes=replace(options.sizes, **given))
 
-        self._change("set_transfer_sizes", recurse, change)
+        self._change_options("set_transfer_sizes", recurse, change)
 
     def set_deterministic_reduction(self, enable: bool, *, recurse: bool = True) -> None:
         """Sum the gradients of this module in one order of ranks (True), with ``recurse`` of all units below, too.
@@ -580,9 +580,12 @@ class FSDPModule(TorchFSDPModule):
         return units_below(module) if _bool("recurse", recurse) else [self._get_fsdp_state()]
 
     def _set(self, setter: str, recurse: bool, **changes: Any) -> None:
-        self._change(setter, recurse, lambda group: replace(group.store.options, **changes))
+        self._change_options(setter, recurse, lambda options: replace(options, **changes))
+
+    def _change_options(self, setter: str, recurse: bool, change: Callable[[GroupOptions], GroupOptions]) -> None:
+        self._change(setter, recurse, lambda group: change(group.store.options))
         for unit in self._units(recurse):  # one without a group uses these when parameters are added
-            unit.made_by = unit.made_by.with_options(replace(unit.made_by.options, **changes))
+            unit.made_by = unit.made_by.with_options(change(unit.made_by.options))
 
     def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:
         """Change the options of groups for ``setter``; ranks then compare options that must be the same on all."""

@@ -23,6 +23,7 @@ from fsdp2.autograd import hooks
 from tests.support import api
 from tests.support.counting import Collectives
 from tests.support.fake import fake_mesh
+from tests.support.inside import options_of
 from tests.support.parity import (
     Run,
     assert_gradients,
@@ -525,6 +526,22 @@ def test_what_was_set_before_holds_for_added_parameters(rank, world, has_others)
     module.append(nn.Linear(4, 4))
     module(torch.ones(1, 4)).sum().backward()
     assert torch.equal(module[2].bias.grad.full_tensor(), torch.full((4,), float(world)))
+
+
+def test_transfer_sizes_that_were_set_before_hold_for_added_parameters():
+    """In a unit without parameters of its own they were forgotten, which no result shows: its gradients left in one
+    chunk."""
+    with fake_mesh(2) as mesh:
+        module = nn.Sequential(nn.Linear(8, 8))
+        for unit in (module[0], module):
+            fsdp2.fully_shard(unit, mesh=mesh)
+        module.set_transfer_sizes(chunk_bytes=1)
+        module.set_transfer_sizes(direct_param_bytes=2, recurse=False)
+        module.append(nn.Linear(8, 8))
+        module(torch.ones(1, 8))
+        sizes = options_of(module).sizes
+        assert (sizes.chunk_bytes, sizes.direct_param_bytes) == (1, 2)
+        assert options_of(module[0]).sizes.chunk_bytes == 1
 
 
 @on_ranks(2)

@@ -158,6 +158,7 @@ class FromGroup:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = _InGroup(group)
+        self._received = False
 
     def begin(self, at: At, known: Update | None) -> Update:
         """Say which version this is; return the update that the sender describes, relative to that or whole."""
@@ -174,6 +175,7 @@ class FromGroup:
             header = self._next()
             buffer = torch.empty(header["nbytes"], dtype=torch.uint8, device=self._group.device)
             broadcast(buffer, self._group.axis, self._group.source)
+            self._received = True
             yield WeightBucket.from_header(header, update, buffer)
 
     def end(self, problem: Exception | None) -> None:
@@ -184,9 +186,12 @@ class FromGroup:
     def _next(self) -> Any:
         kind, value = self._group.hear()
         if kind == "abort":
+            got, left = "nothing", "Nothing was written; the next update will"
+            if self._received:
+                got, left = "a part", "Tensors may be of two versions until another is received, which will"
             raise RuntimeError(
-                f"{self.WHERE}: the sender stopped ({value}); got a part of the update, expected all of it. Tensors "
-                "may be of two versions until another update has been received, which will be whole"
+                f"{self.WHERE}: the sender stopped ({value}); got {got} of the update, expected all of it. {left} be "
+                "whole"
             )
         return value
 

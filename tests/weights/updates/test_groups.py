@@ -185,7 +185,7 @@ def test_tensors_of_an_engine(rank, world):
 @pytest.mark.parametrize("where", ["comparing", "first", "later"])
 def test_a_rank_that_fails_in_the_middle(rank, world, where):
     """An error on one rank that trains is raised on the others and in receivers, which may have parts of two versions;
-    the next update is full."""
+    the next update is full. Those that had got nothing were told of two versions, too."""
     function, call = ("changed", 2) if where == "comparing" else ("encode", 1 if where == "first" else 5)
     with group_with(rank, [0, 2], one_port()) as group:
         job = Job(rank, world)
@@ -195,6 +195,7 @@ def test_a_rank_that_fails_in_the_middle(rank, world, where):
         assert "no memory" in error, error
         if not job.trains:
             assert error.startswith("RuntimeError: WeightReceiver.receive: the sender stopped (RuntimeError: on rank 1")
+            assert ("Nothing was written" in error, "of two versions" in error) == (where != "later", where == "later")
             assert job.receiver.version == (None if where == "later" else 1)  # nothing was overwritten
         for full in (True, False):
             report = job.step(group)

@@ -164,11 +164,10 @@ def fully_shard(
     own = _check_arguments(modules, given)
     units = [] if policy is None else _plan(modules, policy, given, own)
     calls = [*units, (modules, own)]
-    if units:
-        _check_calls(calls)
+    placed = _checked(calls) if units else {}  # all arguments are checked before anything changes
     dropped = []
-    for modules_of_call, options in calls:  # all arguments are checked before anything changes
-        dropped += _shard(modules_of_call, options)
+    for modules_of_call, options in calls:
+        dropped += _shard(modules_of_call, options, placed)
     if dropped:
         prefixes = {below: f"{name}." if name else "" for m in modules for name, below in m.named_modules()}
         warn_of_gradients([prefixes[found.sites[0].module] + found.sites[0].name for found in dropped])
@@ -201,14 +200,16 @@ def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any],
     return calls
 
 
-def _check_calls(calls: list[_Call]) -> None:
-    """Raise the errors of all ``calls`` before anything changes; a parameter belongs to the first call that has it."""
+def _checked(calls: list[_Call]) -> dict[nn.Parameter, Placed]:
+    """Raise the errors of all ``calls`` before anything changes; return how they place each parameter, which belongs to
+    the first call that has it."""
     placed: dict[nn.Parameter, Placed] = {}
     units: set[nn.Module] = set()
     for modules, options in calls:
         params = collect(modules, options.ignored, options.ignored_modules | units).params
         placed.update((entry.found.param, entry) for entry in options.check(params, placed))
         units.update(modules)
+    return placed
 
 
 def _mixed_precision_below(policy_of: PolicyOf, unit: str) -> PolicyOf:
@@ -227,12 +228,12 @@ def _offload_below(offload_of: OffloadOf, unit: str) -> OffloadOf:
     return lambda name: offload_of(f"{unit}.{name}" if name else "")
 
 
-def _shard(modules: tuple[nn.Module, ...], options: CallOptions) -> list[Found]:
-    """Make one unit of ``modules``; return the parameters whose gradients are dropped."""
+def _shard(modules: tuple[nn.Module, ...], options: CallOptions, placed: dict[nn.Parameter, Placed]) -> list[Found]:
+    """Make one unit of ``modules``; return the parameters whose gradients are dropped. It takes what is ``placed``."""
     managed = collect(modules, options.ignored, options.ignored_modules)
     unit = FSDPState(modules, options.mesh.device, options.options.mp_policy, options)
     classes = [_class_for(module) for module in modules]
-    dropped = options.manage(unit, managed)
+    dropped = options.manage(unit, managed, placed)
     watch_waits(options.mesh)
     _attach(unit)
     for module, cls in zip(modules, classes):

@@ -50,16 +50,19 @@ class CallOptions:
     replicated: set[nn.Parameter] = field(default_factory=set)
     ignored_sites: set[Site] = field(default_factory=set)
 
-    def manage(self, unit: FSDPState, managed: Managed) -> list[Found]:
+    def manage(
+        self, unit: FSDPState, managed: Managed, checked: dict[nn.Parameter, Placed] | None = None
+    ) -> list[Found]:
         """Put ``managed`` parameters into groups of ``unit``; share the groups of parameters that other calls manage.
 
+        What ``check`` returned before is taken out of ``checked``, so that ``shard_placement_fn`` is called once.
         All checks run first, so that an error leaves everything unchanged. Returns those whose gradients are dropped.
         """
         hooked = list(unit.groups)
         sites = (Site(m, name) for m in managed.modules for name, p in m._parameters.items() if p in self.ignored)
         self.ignored_sites.update(sites)
         own, ties = find_ties(managed.params, self.mesh, self.policy_of)
-        placed = self.place(own)
+        placed = self.place(own, checked)
         parts = _together(placed, self.options)
         stay = [entry.found for entry in placed if not isinstance(entry.offload, CPUOffloadPolicy)]
         move_to(self.mesh.device, stay, managed.buffers)
@@ -97,14 +100,17 @@ class CallOptions:
                 check_tie(found, self.mesh, policy, first.found, first.mesh, first.policy)
         return self.place([found for found in own if found.param not in before])
 
-    def place(self, params: Iterable[Found]) -> list[Placed]:
-        """Return the mesh and the spec of each of ``params``; this changes nothing.
+    def place(self, params: Iterable[Found], checked: dict[nn.Parameter, Placed] | None = None) -> list[Placed]:
+        """Return the mesh and the spec of each of ``params``; this changes nothing but ``checked``: see ``manage``.
 
         Raises:
             ValueError, AssertionError: ``shard_placement_fn`` returned an invalid placement.
         """
         policies, placed = self.policy_of, []
         for found in params:
+            if checked and (known := checked.pop(found.param, None)) is not None:
+                placed.append(replace(known, found=found))
+                continue
             whole = found.param in self.replicated
             entry = place(found, self.placement_fn, self.mesh, policies(found.name), whole)
             entry.offload = self.offload_of(found.name)

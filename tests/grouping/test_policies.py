@@ -413,3 +413,30 @@ def test_nothing_is_sharded_when_an_argument_is_wrong(rank, world):
         fsdp2.fully_shard(third, policy={Block}, shard_placement_fn=place)
     assert names_of_units(third) == [] and len(asked) > 3
     assert not any(isinstance(parameter, DTensor) for parameter in third.parameters())
+
+
+def test_placements_are_asked_for_once():
+    """A call with a policy asked twice: a function that counts placed parameters otherwise than in calls one by one."""
+    with fake_mesh(2) as mesh:
+        shard_all(one := Net(), mesh, first := Alternating())
+        fsdp2.fully_shard(other := Net(), mesh=mesh, policy={Block}, shard_placement_fn=(second := Alternating()))
+    assert first.asked == second.asked
+    for parameter, like in zip(other.parameters(), one.parameters(), strict=True):
+        assert parameter.placements == like.placements
+
+
+class Alternating:
+    """Cuts every other matrix along its columns."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, parameter: nn.Parameter) -> Shard:
+        self.asked += 1
+        return Shard(self.asked % parameter.ndim)
+
+
+def shard_all(module: Net, mesh: object, placement: Alternating) -> None:
+    """Shard the blocks, then the rest."""
+    for unit in (*module.blocks, module):
+        fsdp2.fully_shard(unit, mesh=mesh, shard_placement_fn=placement)

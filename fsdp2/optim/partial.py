@@ -61,13 +61,14 @@ class PartialGroups:
         """Let the optimizer have ``state``, and of the parameters those in ``lent``, as tensors that stand for them."""
         optimizer = self._optimizer
         kept, groups = optimizer.state, optimizer.param_groups
-        optimizer.state, optimizer.param_groups = state, self._seen(lent)
-        try:
+        try:  # an interrupt must not leave what is lent
+            optimizer.state, optimizer.param_groups = state, self._seen(lent)
             yield
         finally:
             optimizer.state, optimizer.param_groups = kept, groups
-            for i, (group, params) in enumerate(self._params):
+            for group, params in self._params:
                 group["params"] = params
+            for i, (group, _) in enumerate(self._params):
                 changed = {k: v for k, v in group.items() if k != "params" and v is not self._options[i].get(k)}
                 if changed:
                     self.changed[i] = changed

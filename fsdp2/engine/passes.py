@@ -35,6 +35,7 @@ class Unit(Protocol):
     name: str
     modules: tuple[nn.Module, ...]
     groups: list[FSDPParamGroup]
+    why_no_forward: str | None
 
     def reconcile(self) -> None:
         """Take in what others have put on the modules."""

@@ -222,6 +222,7 @@ class Residency:
 
     def refuse_summoned(self, what: str) -> None:
         """Raise RuntimeError if ``summon_full_params`` shows parameters of the group, in the name of ``what``."""
+        self.refuse_interrupted(what)
         if self.summoned:
             raise RuntimeError(
                 f"{self.name or 'the root'}: {what} while summon_full_params shows its parameters; expected outside "
@@ -232,6 +233,14 @@ class Residency:
         """Raise RuntimeError inside a block of ``summon_full_params``. One whose end was interrupted is over."""
         if not all(block.ending for block in self.summoned.values()):
             self.refuse_summoned(what)
+
+    def refuse_interrupted(self, what: str) -> None:
+        """Raise RuntimeError if a block of ``summon_full_params`` was interrupted at its end, and still shows."""
+        if self.summoned and all(block.ending for block in self.summoned.values()):
+            raise RuntimeError(
+                f"{self.name or 'the root'}: {what} after the end of summon_full_params was interrupted; got the full "
+                "parameters that it showed, expected shards. Call reset_iter_state() on the root module first"
+            )
 
     # ---- start ----
 
@@ -627,9 +636,9 @@ class Residency:
             if self._versions_left is not None:
                 self._versions_left = self.store.full_versions()
         finally:
-            for param in params:
-                self.summoned.pop(param, None)
             self.store.show(params, "shards", over_others=True)
+            for param in params:  # last: recovery from an interrupt asks for them
+                self.summoned.pop(param, None)
             if not self.summoned:
                 self.store.show(self.store.params, self.shown)
         if not self.summoned and not extended.isdisjoint(values):

@@ -531,6 +531,7 @@ class RootContext(Generic[U]):
             group.residency.refuse_unended("reset_iter_state")
         for unit in self.all_states:
             unit.reconcile()
+            unit.why_no_forward = None  # of a block whose end was interrupted
         finalizing = self.comm.finalizing
         if isinstance(finalizing, GradientReduction) and finalizing.root is not self:
             raise RuntimeError(

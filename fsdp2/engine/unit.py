@@ -261,7 +261,7 @@ class FSDPState(ComposableState):
     @outside_dynamo_and_modes(lambda unit: unit.outer_modes)
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
         """Gather, cast inputs, and put hooks on inputs for the moment when backward has their gradients."""
-        if self.why_no_forward is not None:
+        if self.why_no_forward is not None and self._is_summoned():
             self._check_summoned()
             return args, kwargs
         call, first = self._enter(module)
@@ -520,6 +520,12 @@ class FSDPState(ComposableState):
         """Return whether ``group`` stays for backward alone: that of this forward, or of one before an evaluation."""
         return group in run.stayed or (not run.trains and group in self.root.pending.stayed)
 
+    def _is_summoned(self) -> bool:
+        """Return whether ``summon_full_params`` shows parameters; forget a block that was interrupted at its end."""
+        if self.groups and not any(group.residency.summoned for group in self.groups):
+            self.why_no_forward = None
+        return self.why_no_forward is not None
+
     def _check_summoned(self) -> None:
         """Allow a forward that computes with what ``summon_full_params`` shows, in its dtype, if that is right.
 
@@ -527,6 +533,8 @@ class FSDPState(ComposableState):
             RuntimeError: the forward cannot compute with that, or a backward could follow, whose gradients would not be
                 reduced.
         """
+        for group in self.groups:
+            group.residency.refuse_interrupted("forward")
         reason = self.why_no_forward
         if torch.is_grad_enabled():
             reason = "a backward could follow, whose gradients would not be reduced; run it under torch.no_grad()"

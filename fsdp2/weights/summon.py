@@ -93,6 +93,7 @@ def summon_full_params(
         if writeback:
             summoned.read()
     finally:
+        summoned.ending = True  # first of all: no interrupt may come before it
         with torch.inference_mode(False), torch.no_grad():
             summoned.end()
 
@@ -197,18 +198,20 @@ class _Summoned:
 
     def end(self) -> None:
         """Write the recorded values, and restore what the modules showed before, even if writing fails."""
-        self.ending = True
-        for unit, reason in self._before.items():
-            unit.why_no_forward = reason
-        with ExitStack() as stack:
-            for group, params in self.selection.groups.items():
-                values = {param: self.values[param] for param in params if param in self.values}
-                stack.callback(group.residency.dismiss, params, values)
-            for param, value in self.values.items():
-                assert param.sharded is not None
-                param.sharded.requires_grad_(value.requires_grad)
-                if self.with_grads:
-                    param.set_gradient(value.grad)
+        try:
+            with ExitStack() as stack:
+                for group, params in self.selection.groups.items():
+                    values = {param: self.values[param] for param in params if param in self.values}
+                    stack.callback(group.residency.dismiss, params, values)
+                for param, value in self.values.items():
+                    assert param.sharded is not None
+                    param.sharded.requires_grad_(value.requires_grad)
+                    if self.with_grads:
+                        param.set_gradient(value.grad)
+        finally:
+            for unit, reason in self._before.items():
+                if not any(self in group.residency.summoned.values() for group in unit.groups):  # else: interrupted
+                    unit.why_no_forward = reason
         for shown in self.shown.values():
             shown.__dict__.pop("_fsdp2_managed", None)
 

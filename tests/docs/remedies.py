@@ -863,6 +863,18 @@ def exports(rank: int) -> Iterator[Callable[[], object]]:
     goes_on(module)
 
 
+@remedy("expected shards. Call reset_iter_state() on the root module first")
+def a_block_that_was_interrupted_at_its_end(rank: int) -> Iterator[Callable[[], object]]:
+    """Ctrl-C comes while it writes back."""
+    module = model()
+    with mock.patch("fsdp2.engine.residency.Residency.dismiss", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), fsdp2.summon_full_params(module):
+            pass
+    yield lambda: loss(module)
+    module.reset_iter_state()
+    goes_on(module)
+
+
 @remedy("got a backward inside summon_full_params, whose gradient would be lost at the end of the block")
 def a_backward_inside(rank: int) -> Iterator[Callable[[], object]]:
     """Both ways."""

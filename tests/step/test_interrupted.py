@@ -8,7 +8,8 @@ import contextlib
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,21 +148,27 @@ def interrupt_everywhere(rank: int, world: int, options: str, error: type[BaseEx
         step(module, alone, where)
 
 
-ENGINE = tuple(str(Path(fsdp2.__file__).with_name(folder)) for folder in ("engine", "autograd", "comm"))
+def folders(*names: str) -> tuple[str, ...]:
+    """Return the paths of folders of the package."""
+    return tuple(str(Path(fsdp2.__file__).parent / name) for name in names)
+
+
+ENGINE = folders("engine", "autograd", "comm")
 
 
 class AtLine:
-    """What Python calls at each line: it raises KeyboardInterrupt at one of the engine, before the n-th time that it
-    runs, or without a line notes those that run."""
+    """What Python calls at each line: it raises KeyboardInterrupt at one ``inside`` these folders, before the n-th time
+    that it runs, or without a line notes those that run."""
 
-    def __init__(self, line: tuple[str, int] | None = None, times: int = 0) -> None:
-        self.line, self.left = line, times
+    def __init__(self, line: tuple[str, int] | None = None, times: int = 0, inside: tuple[str, ...] = ENGINE) -> None:
+        self.line, self.left, self.inside = line, times, inside
         self.ran: list[tuple[str, int]] = []
 
     def __call__(self, frame: Any, event: str, argument: object) -> AtLine | None:
         """Hear of a line, or of the frame whose lines come next."""
         file = frame.f_code.co_filename
-        if not file.startswith(ENGINE) or file.endswith("host_work.py"):  # which waits, on each rank in other rounds
+        waits = file.endswith("host_work.py")  # on each rank in other rounds
+        if not file.startswith(self.inside) or waits:
             return None
         here = file, frame.f_lineno
         if event == "line" and self.line is None:
@@ -199,6 +206,28 @@ def test_at_any_line(world, options, what):
     POOL.run(world, interrupt_at_lines, {"options": options, "what": what}, LIMIT_SECONDS)
 
 
+def interrupted(
+    call: Callable[[], None],
+    most: int,
+    known: Sequence[tuple[str, int]] = (),
+    inside: tuple[str, ...] = ENGINE,
+) -> Iterator[str]:
+    """Interrupt ``call`` at up to so many lines that all ranks run as often and that are not ``known``; yield where."""
+    with AtLine(inside=inside).traced() as noted:
+        call()
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, Counter(noted.ran))
+    common = {line for line, count in counts[0].items() if all(other[line] == count for other in counts)}
+    draw, lines = random.Random(0), sorted(common.difference(known))
+    lines = draw.sample(lines, min(most, len(lines)))
+    places = [(line, draw.randrange(counts[0][line])) for line in lines]
+    dist.broadcast_object_list(places)  # all ranks at the same ones
+    for line, times in places:
+        with AtLine(line, times, inside).traced(), contextlib.suppress(KeyboardInterrupt):
+            call()
+        yield f"{line[0]}:{line[1]}, after {times} times"
+
+
 def interrupt_at_lines(rank: int, world: int, options: str, what: str, most: int = 60) -> None:
     """Interrupt at some of the lines that run, and do not in training, each as probable as any other. Go on without
     recovery, which is right or refuses, and with it."""
@@ -207,17 +236,8 @@ def interrupt_at_lines(rank: int, world: int, options: str, what: str, most: int
         step(module, alone, where)
     with AtLine().traced() as training:
         run(module, "training")
-    with AtLine().traced() as noted:
-        run(module, what)
     known = () if what == "training" else training.ran
-    draw, lines = random.Random(0), sorted({*noted.ran}.difference(known))
-    lines = draw.sample(lines, min(most, len(lines)))
-    places = [(line, draw.randrange(noted.ran.count(line))) for line in lines]
-    dist.broadcast_object_list(places)  # all ranks at the same ones
-    for line, times in places:
-        where = f"{line[0]}:{line[1]}, after {times} times"
-        with AtLine(line, times).traced(), contextlib.suppress(KeyboardInterrupt):
-            run(module, what)
+    for where in interrupted(lambda: run(module, what), most, known):
         module.set_requires_gradient_sync(True)
         with contextlib.suppress(RuntimeError):  # it was ended, or ranks have to recover, which comes next
             module.finalize_backward()
@@ -230,6 +250,29 @@ def interrupt_at_lines(rank: int, world: int, options: str, what: str, most: int
         module.reset_iter_state()
         module.set_manual_backward_finalization(False)
         step(module, alone, where)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("with_grads", [False, True])
+def test_at_any_line_of_summon_full_params(rank, world, with_grads):
+    """A block that was interrupted at its end still shows full parameters: ``reset_iter_state`` refused because of the
+    block, or because parameters had been replaced, and a forward that nothing refused computed with them."""
+    module, alone = beside_one_process(Net, lambda module: [*module.layers])
+    step(module, alone, "first")
+
+    def summon() -> None:
+        with fsdp2.summon_full_params(module, with_grads=with_grads):
+            pass
+
+    lines = (*folders("weights/summon.py"), *ENGINE)
+    for where in interrupted(summon, 120, inside=lines):
+        try:
+            step(module, alone, f"{where}, without recovery")
+        except RuntimeError as error:
+            assert "reset_iter_state" in str(error), where
+        module.reset_iter_state()
+        step(module, alone, where)
+        summon()
 
 
 def at_pre_forward(module: Any, error: Callable[[], None]) -> Any:

@@ -216,6 +216,7 @@ def weight_sync_group(
         ValueError: ``address`` has no port, or ``rank`` is not below ``world_size``.
     """
     host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # of IPv6, as torchrun takes it too
     if not host or not port.isdigit():
         raise ValueError(f'weight_sync_group: address must be "host:port", got {address!r}')
     if not 0 <= rank < world_size:

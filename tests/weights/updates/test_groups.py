@@ -281,8 +281,11 @@ def test_two_senders(rank, world):
 
 def test_addresses_of_a_group():
     """Before anyone waits."""
-    for address in ("host", "host:", ":5", "host:port"):
+    for address in ("host", "host:", ":5", "[]:5", "host:port"):
         with pytest.raises(ValueError, match='address must be "host:port"'):
             fsdp2.weight_sync_group(address, 0, 1)
+    with mock.patch.object(dist, "TCPStore", side_effect=LookupError) as made, pytest.raises(LookupError):
+        fsdp2.weight_sync_group("[::1]:5", 0, 1)
+    assert made.call_args.args[:2] == ("::1", 5), "the brackets were part of the name, which nobody has"
     with pytest.raises(ValueError, match="rank must be from 0 to world_size - 1 = 1, got 2"):
         fsdp2.weight_sync_group("127.0.0.1:1", 2, 2)

@@ -5,10 +5,10 @@ Every wait between lanes, and what it protects:
 | lane that waits | for                                     | kind   | stated in                     |
 |-----------------|-----------------------------------------|--------|-------------------------------|
 | gather          | compute, at the root's forward          | order  | RootContext.begin_forward     |
+| gather          | compute, at each unit's forward         | order  | FSDPState.pre_forward         |
 | gather          | compute, at an explicit unshard         | order  | by_hand._start                |
 | gather          | compute, at an explicit reshard         | order  | FSDPModule.reshard            |
 | gather          | compute, shards were replaced           | order  | Residency._take_in_replaced   |
-| gather          | compute, a teacher may be updated       | order  | FSDPParamGroup.pre_forward    |
 | gather          | compute, at reshard                     | memory | Residency._free_full          |
 | replicate       | gather, before portions change          | both   | Portions.start_gather         |
 | gather          | replicate, portions are there           | order  | Portions.let_read             |

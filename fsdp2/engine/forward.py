@@ -44,6 +44,9 @@ class ForwardPass(Pass):
         self.route = route
         self.ended_with: FSDPParamGroup | None = None  # the last group whose forward ended and freed it, or would have
         self.stayed: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
+        # Whether gathers wait, at each unit, for what compute has done: the program may have written to shards until
+        # then. Not if it named an event behind which it writes to none (``set_post_optim_event``).
+        self.follows_compute = True
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Do the same, and free pieces first that were made of other shards."""

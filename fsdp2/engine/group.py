@@ -306,8 +306,6 @@ class FSDPParamGroup:
                 late = gathered_ahead
         if quiet and self.residency.needs_gather:
             self.residency.forget_portions()  # they may be of the shards before an update that no counter shows
-        if (quiet or late) and self.residency.needs_gather:
-            self.comm.lanes.gather_after_compute()  # which may have updated the shards just now
         self.phases.enter("pre_forward")
         if not run.in_backward and (self._used_by is None or not self._used_by.is_running):
             self._used_by = run

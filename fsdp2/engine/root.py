@@ -252,6 +252,7 @@ class RootContext(Generic[U]):
             run.begin(kind, outermost=True)
         event, self.post_optim_event = self.post_optim_event, None
         self.comm.lanes.gather_after_compute(event)  # gathers read the shards that compute, or an optimizer, wrote
+        run.follows_compute = event is None and self.comm.lanes.on_streams
         for group in outdated:  # all of them at once: the replicate axis may be slow, and portions stay anyway
             group.residency.gather_portions(run.launch)
         if route.known is None:  # nobody knows yet which of them the forward updates first, as a teacher is

@@ -278,6 +278,8 @@ class FSDPState(ComposableState):
             for group in self.groups:  # an earlier post-backward may have resharded
                 group.unshard_now(run.launch, in_backward=True)
         forward = run if first and call.kind is CallKind.NORMAL and isinstance(run, ForwardPass) else None
+        if forward is not None and forward.follows_compute:
+            self.root.comm.lanes.gather_after_compute()
         ahead: list[FSDPParamGroup | None] = []
         if call.kind is CallKind.NORMAL:
             entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them

@@ -30,24 +30,36 @@ from tests.support.scenarios import (
     hooks,
     host_state,
     replaced_in_forward,
-    resharded_in_forward,
+    resharded_before_backward,
     skipping,
     taught,
     training,
     watched,
     whole_matrices,
+    written_in_forward,
 )
 from tests.support.streams import Device, Mistake
 
 pytestmark = api.fsdp2_only
 
 WAITS: dict[tuple[str, str], tuple[tuple[str, str], Program, str, str]] = {
-    ("gather", "RootContext.begin_forward"): (("gather_after_compute", "begin_forward"), training, "fp32", "packed"),
+    ("gather", "RootContext.begin_forward"): (
+        ("gather_after_compute", "begin_forward"),
+        training,
+        "over replicas",
+        "packed",
+    ),
+    ("gather", "FSDPState.pre_forward"): (
+        ("gather_after_compute", "pre_forward"),
+        written_in_forward,
+        "kept",
+        "direct",
+    ),
     ("gather", "by_hand._start"): (("gather_after_compute", "_start"), changed_by_hand, "hybrid", "direct"),
     ("gather", "FSDPModule.reshard"): (
         ("gather_after_compute", "reshard"),
-        resharded_in_forward,
-        "kept",
+        resharded_before_backward,
+        "fp32",
         "direct",
     ),
     ("gather", "Residency._take_in_replaced"): (
@@ -56,7 +68,6 @@ WAITS: dict[tuple[str, str], tuple[tuple[str, str], Program, str, str]] = {
         "hybrid",
         "direct",
     ),
-    ("gather", "FSDPParamGroup.pre_forward"): (("gather_after_compute", "pre_forward"), taught, "hybrid", "direct"),
     ("replicate", "Portions.start_gather"): (("start_gather", "_launch_portions"), training, "over replicas", "direct"),
     ("gather", "Portions.let_read"): (("finish_gather", "let_read"), training, "over replicas", "direct"),
     ("compute", "Portions.end_pass"): (("let_write", "end_pass"), skipping, "over replicas", "packed"),
@@ -167,6 +178,13 @@ def test_the_host_waits_for_gradients_that_are_copied_to_it():
 def test_a_first_forward_that_updates_a_teacher_over_replicas():
     """Its portions are gathered when the forward begins, and nobody knows yet that it writes to their shards first."""
     assert not mistakes(taught, "over replicas", "packed")
+
+
+@pytest.mark.parametrize("setup", ["fp32", "kept", "mixed", "hybrid", "compressed", "copied from the host"])
+def test_a_forward_that_writes_to_shards_before_it_gathers_them(setup):
+    """Gathers waited for what was written before the forward, and when a unit was freed. So those of the first units,
+    and all of them where none is freed, read old values or half of the new ones, without a word, as under torch's."""
+    assert not mistakes(written_in_forward, setup, "direct")
 
 
 def test_the_host_waits_for_state_that_moves_to_it():

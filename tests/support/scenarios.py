@@ -223,20 +223,26 @@ def replaced_in_forward(run: Training) -> None:
     run.backward()
 
 
-def resharded_in_forward(run: Training) -> None:
-    """A hook of one unit writes to the shards of a later one, and reshards it.
-
-    Gathers also wait whenever a unit is freed.
-    """
+def written_in_forward(run: Training) -> None:
+    """A forward that writes to the shards of its second unit before it computes with the first."""
 
     def write(*unused: object) -> None:
-        later = run.model.blocks[2]
-        for parameter in later.parameters():
-            parameter.data.mul_(0.5)
-        later.reshard()
+        with torch.no_grad():
+            for parameter in run.model.blocks[1].parameters():
+                parameter.clamp_(-0.5, 0.5)
 
-    run.model.blocks[0].register_forward_pre_hook(write)
-    run.step(2)
+    run.model.register_forward_pre_hook(write)
+    run.step(3)
+
+
+def resharded_before_backward(run: Training) -> None:
+    """Writes that no counter shows, behind a forward that has freed the unit."""
+    loss = run.forward()
+    written = run.model.blocks[-1]
+    for parameter in written.parameters():
+        parameter.data.mul_(0.5)
+    written.reshard()
+    loss.backward()
 
 
 def taught(run: Training) -> None:

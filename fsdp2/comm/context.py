@@ -68,6 +68,10 @@ class CommContext:
             for start in starts.values():
                 start()
 
+    def forget_states(self) -> None:
+        """Drop what formats keep from call to call; they make it anew."""
+        self._states.clear()
+
     def encoding(self, form: WireFormat | None, stream: int) -> Encoding | None:
         """Return what encodes gradients in ``form``: 0 for those of the pack lane, 1 for the replicate lane."""
         if form is None:

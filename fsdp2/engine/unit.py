@@ -767,6 +767,8 @@ class FSDPState(ComposableState):
         """Run under ``root`` from now on, whose module calls this unit's modules ``name``."""
         _ran.add(self)
         self._root = weakref.ref(root)
+        if root is not self._own_root:
+            self._own_root.comm.forget_states()  # if it was run by itself before: it communicates elsewhere now
         self.name = name
         for group in self.groups:
             group.gathered_with = [group] if group.shared else self.groups

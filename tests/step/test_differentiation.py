@@ -12,7 +12,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.support import api
 from tests.support.models import Block, mlp
-from tests.support.parity import assert_gradients, beside_one_process, full, mesh_1d, mesh_2d, trains_like_one_process
+from tests.support.parity import (
+    Case,
+    assert_gradients,
+    batch,
+    beside_one_process,
+    full,
+    mesh_1d,
+    mesh_2d,
+    trains_like_one_process,
+)
 from tests.support.pool import on_ranks
 
 
@@ -161,8 +170,10 @@ def deep() -> nn.Sequential:
 def test_another_forward_before_the_backward_of_a_backward(rank, world, loss, reshard):
     """A forward between a differentiable backward and the backward of it freed the weights that the latter reads, and
     nothing gathered them: the process died of a null pointer, or of "setStorage ... storage of size 0" (so does
-    torch's). Its way into a unit is the gradient that came out of the unit's input, and so on at each order."""
-    trains_like_one_process(deep, loss, reshard_after_forward=reshard)
+    torch's). Its way into a unit is the gradient that came out of the unit's input, and so on at each order. In double
+    precision: each order multiplies what was rounded."""
+    case = Case(lambda: deep().double(), lambda step: (batch(step)[0].double(),))
+    trains_like_one_process(case, loss, reshard_after_forward=reshard)
 
 
 class Means(nn.Module):

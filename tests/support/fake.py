@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -19,3 +20,4 @@ def fake_mesh(*sizes: int, names: Sequence[str] = (), rank: int = 0) -> Iterator
         yield init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names) or None)
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # DTensor finds meshes like this one there, whose process groups are gone

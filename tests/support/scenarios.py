@@ -410,8 +410,8 @@ PROGRAMS: list[Program] = [
 def can_run(program: Program, setup: str) -> bool:
     """Whether a program is possible in a setup."""
     name = program.__name__
-    if "offloaded" in setup and name == "captured":
-        return False  # the host waits for the gradients
+    if name == "captured" and ("offloaded" in setup or "host" in setup):
+        return False  # the host waits for copies
     if "offloaded" in setup and name == "gradients":
         return False  # torch's clip_grad_norm_ needs a backend for tensors on the host, as with gloo beside NCCL
     if "compressed" in setup and name == "allocated_by_the_group":

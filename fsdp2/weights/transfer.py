@@ -40,7 +40,7 @@ def transfer(
 
     With ``summed``, every rank fills the part of a block that it holds, and each element is on exactly one rank. The
     bytes are added to zeros, which keeps them as they are. A rank raises its first error only after all blocks were
-    sent, because the other ranks continue and would wait for it.
+    filled and sent, because the other ranks continue: they would wait for it, or write what was in the buffer.
     """
     problem: Exception | None = None
     size = align(min(limit, sum(align(entry.nbytes) for entry in entries)))
@@ -50,8 +50,9 @@ def transfer(
         used = buffer[: align(parts[-1].offset + parts[-1].nbytes)]
         if summed:
             used.zero_()
-        if summed or ranks.first:
-            problem = problem or _touch(fill, views)
+        if summed or ranks.first:  # also after an error here: the other ranks write what they get
+            failed = _touch(fill, views)
+            problem = problem or failed
         if summed:
             ranks.sum(used.view(torch.int64))
         else:
@@ -67,9 +68,11 @@ def _view(buffer: torch.Tensor, part: Part, entry: Entry) -> torch.Tensor:
 
 
 def _touch(function: Touch, parts: list[tuple[Part, torch.Tensor]]) -> Exception | None:
-    try:
-        for part, view in parts:
+    """Call ``function`` for all parts; return its first error, which the caller raises after all blocks were sent."""
+    problem = None
+    for part, view in parts:
+        try:
             function(part, view)
-    except Exception as error:  # the caller raises it after all blocks were sent
-        return error
-    return None
+        except Exception as error:
+            problem = problem or error
+    return problem

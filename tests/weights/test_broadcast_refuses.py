@@ -173,7 +173,7 @@ class Failing(dict):
 
     def __getitem__(self, key):
         self.looks += key == "2.weight"
-        if self.looks > 1:
+        if key == "2.weight" and self.looks > 1:
             raise OSError(f"{key} cannot be read")
         return super().__getitem__(key)
 
@@ -188,3 +188,26 @@ def test_reading_fails_halfway(rank, world):
         fsdp2.broadcast_from_rank0(module, values if rank == 0 else None, bucket_mb=TINY)
     fsdp2.broadcast_from_rank0(module, values_of(plain("mlp")))
     assert_holds(module, values_of(plain("mlp")))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fails", ["to read", "to show progress"])
+def test_what_an_error_halfway_leaves(rank, world, fails):
+    """Rank 0 filled no bucket after its error, and the other ranks wrote what was there: pieces of other tensors."""
+
+    def progress(done, total):
+        raise OSError("no screen")
+
+    values = new = values_of(plain("mlp"))
+    if fails == "to read":
+        values, progress = Failing(new), False
+        values.looks = 0
+    module, before, loaded = (sharded("mlp", meta=False, values=given) for given in (None, None, new))
+    before.load_state_dict(module.state_dict())
+    with pytest.raises(RuntimeError, match="partly loaded"):
+        fsdp2.broadcast_from_rank0(module, values if rank == 0 else None, bucket_mb=TINY, progress=progress)
+    for (name, left), *both in zip(module.named_parameters(), before.parameters(), loaded.parameters(), strict=True):
+        old, made = (one.to_local() for one in both)
+        if fails != "to read" or name != "2.weight":
+            assert torch.all((left.to_local() == old) | (left.to_local() == made)), name
+            assert rank == 0 or torch.equal(left.to_local(), made), name

@@ -60,6 +60,7 @@ class RootContext(Generic[U]):
         self._pending = Pending()
         self.forward: ForwardPass | None = None  # the pass that runs
         self.backward: BackwardPass | None = None
+        self.outer_modes = 0  # the number of dispatch modes around the latest forward
         # Gradients that backwards left are being reduced. After an interrupt some are missing, so the next pass raises.
         self.synchronizes = False
         self.is_last_backward = True
@@ -232,6 +233,7 @@ class RootContext(Generic[U]):
         # By unit, because a forward of another one goes another way.
         route = self.itinerary.begin(f"{kind.name} of {unit.name}", alone=alone)
         run = ForwardPass(self.groups, observer, unit, route, pending, alone=alone)
+        self.outer_modes = run.outer_modes
         if earlier is not None:
             self._leave(earlier)
             if not earlier.alone:

@@ -448,7 +448,9 @@ class FSDPState(ComposableState):
         if not backward_runs() and self.is_root is not False:
             return dispatch_modes()
         running = self.root.running
-        return 0 if running is None else running.outer_modes
+        if running is None:  # a backward that comes first to a forward that it runs again, in a checkpoint
+            return min(dispatch_modes(), self.root.outer_modes)
+        return running.outer_modes
 
     def _leave(self, module: nn.Module) -> Call | None:
         """Return the call that ends, or one of whose members ends.

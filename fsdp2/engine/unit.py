@@ -279,7 +279,7 @@ class FSDPState(ComposableState):
                 group.unshard_now(run.launch, in_backward=True)
         forward = run if first and call.kind is CallKind.NORMAL and isinstance(run, ForwardPass) else None
         if forward is not None and forward.follows_compute:
-            self.root.comm.lanes.gather_after_compute()
+            self.root.comm.lanes.gather_after_compute()  # which may have written to shards that are gathered now
         ahead: list[FSDPParamGroup | None] = []
         if call.kind is CallKind.NORMAL:
             entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them

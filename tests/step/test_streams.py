@@ -183,7 +183,8 @@ def test_a_first_forward_that_updates_a_teacher_over_replicas():
 @pytest.mark.parametrize("setup", ["fp32", "kept", "mixed", "hybrid", "compressed", "copied from the host"])
 def test_a_forward_that_writes_to_shards_before_it_gathers_them(setup):
     """Gathers waited for what was written before the forward, and when a unit was freed. So those of the first units,
-    and all of them where none is freed, read old values or half of the new ones, without a word, as under torch's."""
+    and all of them where none is freed, read old values or half of the new ones, without a word. torch's first gather
+    does so too."""
     assert not mistakes(written_in_forward, setup, "direct")
 
 

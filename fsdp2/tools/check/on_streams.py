@@ -149,17 +149,12 @@ def _replaces(run: _Run) -> None:
 
 
 def _reshards(run: _Run) -> None:
-    """The forward of one unit writes to the shards of a later one, and reshards that."""
-    first, later = run.model.blocks[0], run.model.blocks[2]
-    forward = first.forward
-
-    def writing(x: Tensor) -> Tensor:
-        later.up.weight.data.mul_(0.5)
-        later.reshard()
-        return forward(x)  # type: ignore[no-any-return]  # a module's attribute
-
-    first.forward = writing
-    run.step(2)
+    """The last unit is written and resharded between a forward, which has freed it, and its backward."""
+    loss = loss_of(run.model(run.rows))
+    last = run.model.blocks[-1]
+    last.up.weight.data.mul_(0.5)
+    last.reshard()
+    loss.backward()
 
 
 def _teaches(run: _Run) -> None:
@@ -384,7 +379,7 @@ PROGRAMS = [
     _Program("gathered by hand", do=_gathers_by_hand),
     _Program("replaced parameters", do=_replaces),
     _Program("replaced parameters, over replicas", OVER_REPLICAS, _replaces),
-    _Program("resharded by hand", {"reshard_after_forward": False}, _reshards),
+    _Program("resharded by hand", do=_reshards),
     _Program("a teacher", do=_teaches),
     _Program("a unit that an evaluation leaves out", OVER_REPLICAS, _skips),
     _Program("a hook on sums", {"mp_policy": MIXED}, _hooks_the_sums, needs_gpu=True),

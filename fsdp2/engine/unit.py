@@ -769,7 +769,7 @@ class FSDPState(ComposableState):
         """Run under ``root`` from now on, whose module calls this unit's modules ``name``."""
         _ran.add(self)
         self._root = weakref.ref(root)
-        if root is not self._own_root:
+        if self._own_root.comm is not root.comm:
             self._own_root.comm.forget_states()  # if it was run by itself before: it communicates elsewhere now
         self.name = name
         for group in self.groups:

@@ -28,6 +28,7 @@ from tests.support.scenarios import (
     can_run,
     captured,
     host_state,
+    outside,
     replaced_in_forward,
     states,
     training,
@@ -96,6 +97,11 @@ def scenarios() -> list[Any]:
                 name = f"{program.__name__}-{setup}-{transfer}"
                 cases.append(pytest.param(program, setup, transfer, marks=marks, id=name))
     return cases
+
+
+def test_a_unit_that_ran_by_itself_leaves_nothing_of_its_own() -> None:
+    """Its root's context kept what compression makes, although the unit communicates on another one since."""
+    assert seen(outside, "compressed", "packed").left <= seen(training, "compressed", "packed").left
 
 
 LASTING = {"over replicas", "compressed", "copied from the host"}

@@ -188,6 +188,21 @@ def test_a_forward_that_writes_to_shards_before_it_gathers_them(setup):
     assert not mistakes(written_in_forward, setup, "direct")
 
 
+def test_gathers_wait_for_a_named_event_alone():
+    """``set_post_optim_event`` promises that nothing writes to shards behind it; else each unit's forward waits."""
+    gather = streams.Lanes.gather_after_compute
+    with watched("fp32") as (mesh, device):
+        run = Training(mesh, device, "fp32", "packed")
+        run.step(2)
+        for event in (device.current_stream().record_event(), None):
+            if event is not None:
+                run.model.set_post_optim_event(event)
+            with mock.patch.object(streams.Lanes, "gather_after_compute", autospec=True, side_effect=gather) as waited:
+                run.backward()
+            given = [call.args[1:] for call in waited.call_args_list]
+            assert given == ([(event,)] if event is not None else [(None,), *[()] * 4])  # the root's, and four units'
+
+
 def test_the_host_waits_for_state_that_moves_to_it():
     """An optimizer has moments already when its state is offloaded, and whoever saves them next reads them at once."""
     with watched("fp32") as (mesh, device):

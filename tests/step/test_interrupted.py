@@ -268,7 +268,7 @@ def test_at_any_line_of_summon_full_params(rank, world, with_grads):
     files = (*folders("weights/summon.py"), *ENGINE)
     source, first = inspect.getsourcelines(inspect.unwrap(fsdp2.summon_full_params))
     ends = first + next(number for number, text in enumerate(source) if ".ending = True" in text)
-    known = [(files[0], ends)]  # no bytecode on the way to this line and of it lets a signal in
+    known = [(files[0], ends)]  # Python handles no signal at this line, or on the way to it
     for where in interrupted(summon, 40, known, files):
         try:
             step(module, alone, f"{where}, without recovery")

@@ -277,6 +277,8 @@ class Residency:
         else:
             self._take_in_replaced(in_backward=in_backward)
             buffers = store.gather_buffers or store.make_gather_buffers(self.comm.lanes)
+            if buffers.from_host:
+                self._refuse_capture()
             if not self._have_portions(launch, optional=optional, in_backward=in_backward):
                 return  # other ranks gather them later
             source = _Source(buffers, store.mesh.shard, store.options.custom_gather)
@@ -289,6 +291,15 @@ class Residency:
             start()  # on one rank nothing is communicated, so nobody need know, and even a prefetch starts at once
         else:
             launch(Collective("gather", self._group, (*store.formats_digest, *sent)), start, optional=optional)
+
+    def _refuse_capture(self) -> None:
+        """Raise RuntimeError if a graph would capture copies of shards from the host: the host waits for them."""
+        if self.store.offloads and self.comm.lanes.compute.captured:
+            raise RuntimeError(
+                f"{self.name or 'the root'}: got a gather that is captured in a CUDA graph, expected one outside of a "
+                "capture: CPUOffloadPolicy keeps the shards on the host, which waits for copies of them. Shard without "
+                "offload_policy, or do not capture"
+            )
 
     def _encode(self, launch: Launch, start: Callable[..., None], axis: Axis, expected: tuple[int, ...] | None) -> None:
         """Encode tensors with all-gather extensions, which decide themselves what is sent, and ``start`` with these.
@@ -350,6 +361,7 @@ class Residency:
         self._start_portions(launch)
 
     def _start_portions(self, launch: Launch, *, optional: bool = False) -> bool:
+        self._refuse_capture()
         return launch(Collective("gather over replicas", self._group), self._launch_portions, optional=optional)
 
     def _have_portions(self, launch: Launch, *, optional: bool, in_backward: bool) -> bool:

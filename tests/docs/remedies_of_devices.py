@@ -58,3 +58,22 @@ def offloaded_shards_on_the_device(rank: int) -> Iterator[Call]:
         trains(module)
         module.zero_grad()
         assert all(isinstance(param, DTensor) and not param.is_cuda for param in module.parameters())
+
+
+@remedy("which waits for copies of them. Shard without offload_policy, or do not capture", ranks=None)
+def offloaded_shards_in_a_graph(rank: int) -> Iterator[Call]:
+    """Both that are named. The model trains on after the refused capture."""
+    module: Any = fully_shard(layers().cuda(), mesh=mesh(), offload_policy=CPUOffloadPolicy())
+    trains(module)
+
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            trains(module)
+
+    yield capture
+    trains(module)
+    module = fully_shard(layers().cuda(), mesh=mesh())
+    module.set_keep_unsharded_storage(True)
+    for _ in range(3):
+        trains(module)
+    capture()

@@ -202,10 +202,15 @@ def test_a_host_wait_in_a_captured_step():
     torch.cuda.synchronize()
 
 
-def test_gradients_that_go_to_the_host():
-    """So are shards on the host: it waits for their gradients."""
-    offloaded = lambda mesh: sharded(mesh, offload_policy=fsdp2.CPUOffloadPolicy())
-    with pytest.raises(RuntimeError, match="captur"):
+@pytest.mark.parametrize("over_replicas", [False, True])
+def test_shards_on_the_host(over_replicas):
+    """So are shards on the host, which waits for copies of them; the error says that before anything is captured."""
+
+    def offloaded(mesh: DeviceMesh) -> Any:
+        mesh = over_copies(mesh) if over_replicas else mesh
+        return sharded(mesh, offload_policy=fsdp2.CPUOffloadPolicy(), shard_over_replicas=over_replicas)
+
+    with pytest.raises(RuntimeError, match="CPUOffloadPolicy keeps the shards on the host"):
         capture(offloaded, OPTIMIZERS["sgd"])
     torch.cuda.synchronize()
 

@@ -261,7 +261,9 @@ class FSDPState(ComposableState):
     @outside_dynamo_and_modes(lambda unit: unit.outer_modes)
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
         """Gather, cast inputs, and put hooks on inputs for the moment when backward has their gradients."""
-        if self.why_no_forward is not None and self._is_summoned():
+        if self.why_no_forward is not None:
+            self._forget_interrupted_block()
+        if self.why_no_forward is not None:
             self._check_summoned()
             return args, kwargs
         call, first = self._enter(module)
@@ -524,11 +526,10 @@ class FSDPState(ComposableState):
         """Return whether ``group`` stays for backward alone: that of this forward, or of one before an evaluation."""
         return group in run.stayed or (not run.trains and group in self.root.pending.stayed)
 
-    def _is_summoned(self) -> bool:
-        """Return whether ``summon_full_params`` shows parameters; forget a block that was interrupted at its end."""
+    def _forget_interrupted_block(self) -> None:
+        """Forget a block of ``summon_full_params`` that was interrupted at its end, when it showed nothing any more."""
         if self.groups and not any(group.residency.summoned for group in self.groups):
             self.why_no_forward = None
-        return self.why_no_forward is not None
 
     def _check_summoned(self) -> None:
         """Allow a forward that computes with what ``summon_full_params`` shows, in its dtype, if that is right.

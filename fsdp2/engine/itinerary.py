@@ -67,7 +67,7 @@ class Stop(NamedTuple):
     # run, whose shards the forward often updates first, in ways that no version counter shows. In an evaluation: a use
     # of a group that had such stops in the last training forward.
     quiet: bool = False
-    late: bool = False  # its shards were written after its gather had been started ahead
+    late: bool = False  # its shards were once written after its gather had been started ahead
 
 
 class _Trip(Generic[T]):
@@ -137,8 +137,10 @@ class ForwardRoute(Generic[T]):
         position, ahead = len(self.stops), self._ahead
         if not quiet:
             self._with_gradients.add(id(group))
-        self.stops.append(Stop(group, quiet, late))
-        if position >= len(ahead) or ahead[position].group is not group:
+        known = ahead[position] if position < len(ahead) and ahead[position].group is group else None
+        # A stop that was late stays so: only a gather ahead could show that its shards were written again.
+        self.stops.append(Stop(group, quiet, late or (known is not None and known.late)))
+        if known is None:
             self._ahead = []
             return None
         following = ahead[position + 1] if position + 1 < len(ahead) else None

@@ -176,6 +176,18 @@ def test_a_use_whose_weights_may_be_written_first_is_not_gathered_ahead() -> Non
     assert [name for name in "abcd" if itinerary.begin("forward").comes_late(GROUPS[name])] == ["b", "c", "d"]
 
 
+def test_a_late_stop_stays_late() -> None:
+    """Not gathered ahead, it cannot be found late again, and in every second forward one gather was made in vain."""
+    itinerary: Itinerary[Group] = Itinerary()
+    ahead = []
+    for number in range(4):
+        route = itinerary.begin("forward")
+        ahead.append(route.visit(GROUPS["a"]))
+        route.visit(GROUPS["b"], late=number == 1)  # found by the gather that the first forward made possible
+        itinerary.end(route)
+    assert ahead == [None, GROUPS["b"], None, None]
+
+
 def test_what_backward_needs_first_is_known_once_one_has_begun() -> None:
     """And not in a forward that no backward follows, as a frozen teacher's."""
     itinerary: Itinerary[Group] = Itinerary()

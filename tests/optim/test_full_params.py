@@ -314,6 +314,49 @@ def test_matrices_of_one_shape_in_one_batch(rank, world):
         torch.testing.assert_close(full_of(one), full_of(other))
 
 
+class Counting(torch.optim.Optimizer):
+    """Divides each step by the number of steps that a parameter has taken, in numbers of Python and of torch."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step."""
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["step"] = state.get("step", torch.zeros(())) + 1
+                p.sub_(p.grad / (state["step"].item() + state["count"]))
+
+
+@on_ranks(1, 2)
+def test_matrices_that_have_taken_other_numbers_of_steps(rank, world):
+    """A matrix without a gradient in one step was in a batch with others afterwards, whose counts were one tensor or
+    "different int values": an optimizer that computes with its count, as Adam does, raised an error on its owner."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+    models = [shard(copy.deepcopy(alone), mesh_1d()), alone]
+    optimizers = [Counting(model.parameters()) for model in models]
+    fsdp2.use_full_params(optimizers[0], batched=True)
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for index, param in enumerate(model.parameters()):
+                whole = torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * step + index))
+                param.grad = None if step and index == step else distribute_like(whole, param)
+            optimizer.step()
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(full_of(mine), theirs.detach())
+
+
+def distribute_like(whole: Tensor, param: Tensor) -> Tensor:
+    """Return ``whole`` placed as ``param`` is."""
+    if not isinstance(param, DTensor):
+        return whole
+    return torch.distributed.tensor.distribute_tensor(whole, param.device_mesh, param.placements)
+
+
 class Numbered(torch.optim.Optimizer):
     """Steps by the sign of gradients, and gives each parameter a number of its own that is no tensor."""
 

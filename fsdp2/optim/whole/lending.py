@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from fsdp2.engine.param import lend_gradient, parameter_like, take_assigned
+from fsdp2.optim.alike import is_counter
+from fsdp2.optim.leaves import take_apart
 from fsdp2.optim.whole.stacks import Stacks
 
 __all__ = ["Alone", "Batch", "Lending", "Matrices", "batches_of"]
@@ -105,16 +107,32 @@ def batches_of(
     param_of: Callable[[torch.Tensor], Any],
     group_of: Callable[[Any], Hashable],
 ) -> Iterator[Lending]:
-    """Yield ``lent``, and of it the matrices in batches: those of one group, shape and dtype, all with state or none.
+    """Yield ``lent``, and of it the matrices in batches: those of one group, shape and dtype, whose states can be one.
 
-    ``entries`` has their states.
+    ``entries`` has the states.
     """
     alike: defaultdict[Any, dict[torch.Tensor, Any]] = defaultdict(dict)
     for key, seen in lent.items():
-        param, known = param_of(key), key in entries
+        param, states = param_of(key), [entries[key]] if key in entries else []
         if seen.ndim == 2:
-            alike[group_of(param), seen.shape, seen.dtype, seen.grad.dtype, known][key] = seen
+            kind = group_of(param), seen.shape, seen.dtype, seen.grad.dtype, *map(_numbers_in, states)
+            alike[kind][key] = seen
         else:
-            yield Alone(param, key, seen, [entries[key]] if known else [])
-    for (*_, known), some in alike.items():
-        yield Batch(param_of(next(iter(some))), some, [entries[key] for key in some] if known else [])
+            yield Alone(param, key, seen, states)
+    for some in alike.values():
+        yield Batch(param_of(next(iter(some))), some, [entries[key] for key in some if key in entries])
+
+
+def _numbers_in(state: Any) -> Hashable:
+    """Return what states that become one must have in common: counts of steps, and all that is no tensor.
+
+    They differ if a matrix had no gradient in some step.
+    """
+    found: list[tuple[Any, Any]] = []
+    for name, entry in state.items() if isinstance(state, dict) else [(None, state)]:
+        for leaf in take_apart(entry)[0]:
+            if not isinstance(leaf, torch.Tensor):
+                found.append((name, repr(leaf)))
+            elif is_counter(name):
+                found.append((name, leaf.tolist()))
+    return tuple(found)

@@ -179,6 +179,8 @@ def _hold_once(optimizer: torch.optim.Optimizer, again: set[int]) -> None:
             key = id(params[i])
             if key in seen:
                 del params[i]
+                if "param_names" in group:
+                    del group["param_names"][i]
             elif key in again:
                 seen.add(key)
 

@@ -236,28 +236,38 @@ def test_an_optimizer_that_steps_while_full_parameters_are_summoned(rank, world)
 
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before the forward", "after the forward"])
-def test_a_replaced_parameter_that_is_added_to_its_optimizer(rank, world, when):
+@pytest.mark.parametrize("named", [False, True])
+def test_a_replaced_parameter_that_is_added_to_its_optimizer(rank, world, when, named):
     """It steps as in one process: once, with new state and the options of its new group.
 
     The shard stays the same object, so the optimizer that had held the old parameter had it twice, and stepped twice.
+    With names, the parameters behind it in its old group then had those of others.
     """
+
+    def add(optimizer: torch.optim.Optimizer, model: Any) -> None:
+        optimizer.add_param_group({"params": [("row", model.row)] if named else [model.row], "lr": 0.05})
+
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))  # of all ranks
     torch.manual_seed(3)
     one = Model()
     module = shard(copy.deepcopy(one))
     for model in (one, module):
-        optimizer = adamw(model.parameters())
+        optimizer = adamw(model.named_parameters() if named else model.parameters())
         for step in range(4):
             if step == 2:
                 model.row = nn.Parameter(torch.full((1, 6), 0.3))
+                added = {"params": [("row", model.row)] if named else [model.row], "lr": 0.05}
                 if when == "before the forward":
-                    optimizer.add_param_group({"params": [model.row], "lr": 0.05})
+                    optimizer.add_param_group(added)
             loss = model(x, rare=True).square().mean()
             if step == 2 and when == "after the forward":
-                optimizer.add_param_group({"params": [model.row], "lr": 0.05})
+                optimizer.add_param_group(added)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         assert optimizer.param_groups[1]["params"] == [model.row]
+        for group in optimizer.param_groups if named and model is module else ():
+            shown = dict(model.named_parameters())
+            assert all(shown[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
     for (name, mine), theirs in zip(module.named_parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(full(mine), theirs.detach(), msg=name)

@@ -56,10 +56,14 @@ class _Place:
     offsets: tuple[int, ...]  # in bytes, from where those of its parameter begin
     inner: tuple[torch.Tensor, ...]
 
-    def fits(self, moment: Any) -> bool:
-        """Return whether ``moment`` has values that can be copied here."""
+    def fits(self, moment: Any, *, whole: bool) -> bool:
+        """Return whether ``moment`` can be copied here, and what is shown here takes its place.
+
+        A plain tensor is the local tensor of a DTensor, unless the state is that of ``whole`` parameters.
+        """
         mine, other = on_this_rank(self.shown), on_this_rank(moment)
-        if type(mine) is not type(other) or isinstance(moment, DTensor) > isinstance(self.shown, DTensor):
+        shown_sharded, sharded = isinstance(self.shown, DTensor), isinstance(moment, DTensor)
+        if type(mine) is not type(other) or sharded > shown_sharded or (whole and sharded < shown_sharded):
             return False
         pairs = zip(self.inner, inner_tensors(other), strict=True)
         return mine.shape == other.shape and all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
@@ -208,7 +212,7 @@ class HostState:
         if tree.names != held.tree.names:
             return False
         found = {i: tree.leaves[i] for i in held.places}
-        if not all(held.places[i].fits(leaf) for i, leaf in found.items()):
+        if not all(held.places[i].fits(leaf, whole=self._whole) for i, leaf in found.items()):
             return False
         for i, leaf in found.items():
             if leaf is not held.places[i].shown:
@@ -364,7 +368,7 @@ class HostState:
         lent = [views.get(i, on_this_rank(leaf)) for i, leaf in enumerate(shown.leaves)]
         known = {id(leaf): i for i, leaf in enumerate(lent) if isinstance(leaf, torch.Tensor)}
         leaves = tree.leaves
-        fits = shown.names == tree.names and all(place.fits(leaves[i]) for i, place in places.items())
+        fits = shown.names == tree.names and all(p.fits(leaves[i], whole=self._whole) for i, p in places.items())
         for i, leaf in enumerate(leaves):
             at = known.get(id(leaf))
             if fits and i in places:

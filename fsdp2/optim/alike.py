@@ -9,11 +9,13 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2._torch.tensors import takes_plain_tensors
+from fsdp2.engine.index import param_of
 from fsdp2.sharding.spec import arrived, dtensor_like, on_this_rank, placed_alike
 
 __all__ = [
     "STEPS_ON_LOCAL",
     "STEPS_ON_WHOLE",
+    "about_plain_gradient",
     "is_counter",
     "local_gradient",
     "local_state",
@@ -40,10 +42,26 @@ def local_gradient(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return the gradient of this rank's elements of ``param`` as a plain tensor.
 
     A gradient with other placements (a partial sum, say) is redistributed, so every rank of its mesh must call this.
+
+    Raises:
+        RuntimeError: Somebody has made the gradient of a sharded parameter a plain tensor.
     """
+    if (error := about_plain_gradient(param)) is not None:
+        raise error
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and not placed_alike(grad, param):
         grad = grad.redistribute(placements=param.placements)
     return arrived(on_this_rank(grad))
+
+
+def about_plain_gradient(param: Any) -> RuntimeError | None:
+    """Return an error if somebody has made the gradient of a sharded parameter a plain tensor, of the whole's shape."""
+    if not isinstance(param, DTensor) or param.grad is None or isinstance(param.grad, DTensor):
+        return None
+    name = getattr(param_of(param), "name", "") or f"a parameter of shape {tuple(param.shape)}"
+    return RuntimeError(
+        f"optimizer.step: {name}: its .grad is a plain tensor, expected a DTensor placed as {param.placements} as the "
+        "parameter is. Set torch.distributed.tensor.distribute_tensor(grad, param.device_mesh, param.placements)"
+    )
 
 
 def local_state(value: Any, param: torch.Tensor, where: Callable[[], str]) -> Any:

@@ -185,7 +185,7 @@ def _collect(params: list[torch.Tensor], cuts: list[_Cut | None]) -> tuple[_Buck
         alike = placed_alike(grad, param) or not (sharded or isinstance(param, DTensor))
         if cut is None or not alike or type(local) is not torch.Tensor:
             whole = _redistribute(grad, None if cut is None else param) if sharded else arrived(grad)
-            odd.append((whole, arrived(local), cut or _PLAIN))
+            odd.append((whole, arrived(local), cut if cut is not None and sharded else _PLAIN))
         elif local.numel():
             buckets.setdefault((local.device, local.dtype, cut), []).append(local)
     measured = {kind: joined(tensors) for kind, tensors in buckets.items()}

@@ -29,7 +29,7 @@ def whole(params: Iterable[Tensor]) -> list[nn.Parameter]:
     copies = []
     for param in params:
         copy = nn.Parameter(full(param), param.requires_grad)
-        copy.grad = full(param.grad)
+        copy.grad = None if param.grad is None else full(param.grad).clone()
         copies.append(copy)
     return copies
 
@@ -251,6 +251,16 @@ def test_gradients_placed_otherwise(rank, world, norm_type):
     params[2].grad = DTensor.from_local(torch.arange(12.0).view(6, 2), mesh_1d(), [Replicate()])
     assert_clipped(params, whole(params), norm_type, 0.5)
     assert params[0].grad.placements == (Partial(),) and params[2].grad.placements == (Replicate(),)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_a_plain_gradient_of_a_shard(rank, world, norm_type):
+    """It is that of the whole parameter, on every rank, as torch's own function takes it. It counted once a rank."""
+    params = [nn.Parameter(distribute_tensor(torch.ones(5, 2), mesh_1d(), [Shard(0)])) for _ in range(2)]
+    params[0].grad = torch.arange(10.0).view(5, 2)
+    params[1].grad = distribute_tensor(torch.arange(10.0).view(5, 2), mesh_1d(), [Shard(0)])
+    assert_clipped(params, whole(params), norm_type, 0.5)
 
 
 @on_ranks(2)

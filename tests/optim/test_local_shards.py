@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
@@ -23,6 +24,7 @@ from tests.optim.stepping import (
     assert_same_training,
     batch,
     build,
+    host_apart,
     local,
     make,
     pair,
@@ -123,6 +125,48 @@ def test_gradients_placed_otherwise(rank, world, name):
     for one, other in zip(*steps, strict=True):
         assert one.placements == other.placements
         torch.testing.assert_close(local(one), local(other))
+
+
+PLAIN: dict[str, Callable[[torch.optim.Optimizer], torch.optim.Optimizer]] = {
+    "local": fsdp2.use_local_shards,
+    "proxies": lambda optimizer: fsdp2.use_local_shards(optimizer, elementwise=True),
+    "host": fsdp2.offload_optimizer_state,
+    "whole": fsdp2.use_full_params,
+    "whole, early": lambda o: fsdp2.use_full_params(o, overlap_backward=True, keep_full_params=True),
+}
+
+
+class Derived(torch.optim.SGD):
+    """A class derived from one of torch's."""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", PLAIN)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_plain_gradient_is_refused(rank, world, way, everywhere):
+    """It has the whole's shape. Owners of whole parameters took the wrong rows of it, without an error; steps on shards
+    raised errors about sizes, or spread one row. Gradients that the remedy makes are those of one process."""
+    module = build()
+    module.requires_grad_(True)
+    with host_apart():
+        optimizer = PLAIN[way]((Derived if way == "proxies" else torch.optim.SGD)(module.parameters(), lr=0.1))
+        train(module, optimizer, range(2))
+        for param in module.parameters():
+            param.grad = distribute_tensor(torch.zeros(param.shape), param.device_mesh, param.placements)
+        bias, before = module.one.bias, module.one.bias.full_tensor()
+        grad = torch.arange(5.0)
+        if rank == 0 or everywhere:
+            bias.grad = grad
+        expected = r"optimizer.step: one\.bias: its \.grad is a plain tensor, expected a DTensor placed as"
+        if rank == 0 or everywhere:
+            with pytest.raises(RuntimeError, match=expected):
+                optimizer.step()
+        elif "whole" in way:
+            with pytest.raises(RuntimeError, match="have it in another form; the errors of other ranks name it"):
+                optimizer.step()
+        bias.grad = distribute_tensor(grad, bias.device_mesh, bias.placements)
+        optimizer.step()
+    torch.testing.assert_close(bias.full_tensor(), before - 0.1 * grad)
 
 
 @on_ranks(2, 4)

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp2._torch.hooks import skipped_by_dynamo
 from fsdp2.autograd.hooks import hook_gradient
@@ -139,7 +140,7 @@ class EarlyGradients:
         """
         self._finish()
         grads = [
-            local_gradient(param.grad, param) if param.grad is not None and param.grad.dtype == dtype else None
+            local_gradient(param.grad, param) if isinstance(param.grad, DTensor) and param.grad.dtype == dtype else None
             for param, dtype in zip(params, dtypes)
         ]
         key = (*params, *dtypes)
@@ -185,14 +186,14 @@ class EarlyGradients:
         """See ``copies.GradientCopies``."""
         self._finish()
         for param, sent in self._sent.items():
-            if sent is not None and id(param) in params and param.grad is not None:
+            if sent is not None and id(param) in params and isinstance(param.grad, DTensor):
                 sent.compare(local_gradient(param.grad, param))
 
     def scale(self, params: Collection[int], scale: Callable[[list[torch.Tensor]], object]) -> None:
         """See ``copies.GradientCopies``."""
         alike: dict[torch.dtype, list[torch.Tensor]] = {}
         for param, sent in self._sent.items():
-            if id(param) not in params or param.grad is None:
+            if id(param) not in params or not isinstance(param.grad, DTensor):
                 continue
             if sent is not None:
                 sent.fingerprint = fingerprint(local_gradient(param.grad, param))
@@ -212,7 +213,7 @@ class EarlyGradients:
         self._came.clear()
         missing, changed = [], []
         for param in self._ranks.params:
-            sent = None if param.grad is None else self._sent.get(param)
+            sent = self._sent.get(param) if isinstance(param.grad, DTensor) else None  # a plain one is refused
             missing.append(int(sent is None))
             if sent is None or param.grad is None:
                 changed.append(_zero(self._ranks.device))

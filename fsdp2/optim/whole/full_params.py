@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.comm.collectives import exchange_objects, max_over_ranks
 from fsdp2.comm.streams import Lane
 from fsdp2.engine.param import lend_gradient, parameter_like, take_assigned
-from fsdp2.optim.alike import STEPS_ON_LOCAL, STEPS_ON_WHOLE, local_gradient
+from fsdp2.optim.alike import STEPS_ON_LOCAL, STEPS_ON_WHOLE, about_plain_gradient, local_gradient
 from fsdp2.optim.host_state import HOST_STATE, HostState
 from fsdp2.optim.partial import PartialGroups, replace_step, step_of
 from fsdp2.optim.prebuilt import repair
@@ -317,12 +317,14 @@ class _FullParams:
         """
         found: dict[RankSet, list[_Gradient | None]] = {}
         wrong = ""
+        plain: RuntimeError | None = None
         for sets in reversed(self._ownership.on_same_ranks):
             params = [param for ranks in sets for param in ranks.params]
             codes = [_code(param) for param in params]
+            plain = next(filter(None, map(about_plain_gradient, params)), plain)
             least = [_FEWEST if code == _NOTHING_HERE else -code for code in codes]
             digest = zlib.crc32(repr([ranks.digest for ranks in sets]).encode()) >> 1
-            mine = [*codes, *least, digest, -digest, bool(wrong)]
+            mine = [*codes, *least, digest, -digest, bool(wrong or plain)]
             there = [kind[ranks].begin_step() for kind in (self._early, self._kept) for ranks in sets if ranks in kind]
             missing = [flag for flags, _ in there for flag in flags]
             changed = torch.cat([flags for _, flags in there]) if there else None
@@ -336,7 +338,7 @@ class _FullParams:
                     here = str(_DTYPES[code]) if code >= 0 else "none"
                     wrong = f"ranks have different gradients of {self._name(param)} (here: {here})"
             if elsewhere and not wrong:
-                wrong = "some ranks lack a gradient, or have it in another dtype; the errors of other ranks name it"
+                wrong = "some ranks lack a gradient, or have it in another form; the errors of other ranks name it"
             sends = [*map(any, zip(flags[: len(missing)], flags[len(missing) :]))]
             late = [sends.pop(0) for _ in codes] if self._overlap else [True] * len(codes)
             late_params = sends if self._keep else [True] * len(codes)
@@ -346,6 +348,8 @@ class _FullParams:
             ]
             for ranks in sets:
                 found[ranks], known = known[: len(ranks.params)], known[len(ranks.params) :]
+        if plain:
+            raise plain
         if wrong:
             raise RuntimeError(
                 f"use_full_params: {wrong}; expected the same parameters in the same order, and a gradient of one "

@@ -235,8 +235,11 @@ class _Offloaded:
         if not self._known:
             load(optimizer, state_dict)
         else:  # torch would copy all of it to the device
-            with around_loading_once(optimizer, _hide, self._reveal):
-                load(optimizer, state_dict)
+            try:
+                with around_loading_once(optimizer, _hide, self._reveal):
+                    load(optimizer, state_dict)
+            finally:
+                self._reveal()  # what an interrupt has left
         self._settle(loaded=True)
 
     def _reveal(self) -> None:

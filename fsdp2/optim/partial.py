@@ -6,6 +6,8 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import starmap
+from operator import setitem
 from typing import Any
 
 import torch
@@ -61,13 +63,13 @@ class PartialGroups:
         """Let the optimizer have ``state``, and of the parameters those in ``lent``, as tensors that stand for them."""
         optimizer = self._optimizer
         kept, groups = optimizer.state, optimizer.param_groups
-        try:  # an interrupt must not leave what is lent
+        restored = starmap(setitem, [(group, "params", params) for group, params in self._params])
+        try:
             optimizer.state, optimizer.param_groups = state, self._seen(lent)
             yield
-        finally:
+        finally:  # An interrupt must not leave what is lent: Python handles none before the one call in C is over.
             optimizer.state, optimizer.param_groups = kept, groups
-            for group, params in self._params:
-                group["params"] = params
+            list(restored)
             for i, (group, _) in enumerate(self._params):
                 changed = {k: v for k, v in group.items() if k != "params" and v is not self._options[i].get(k)}
                 if changed:

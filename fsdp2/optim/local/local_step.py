@@ -187,15 +187,17 @@ class _LocalLists:
     @outside_dynamo
     def move_momentum(self) -> None:
         """Move momentum that SGD has written into the state of local tensors to the state of their parameters."""
-        optimizer, lent, self._lent = self._optimizer(), self._lent, []
-        if optimizer is None:
-            return
-        for locals_, params in lent:
+        optimizer = self._optimizer()
+        while self._lent and optimizer is not None:
+            locals_, params = self._lent[-1]
             for local, param in zip(locals_, params):
-                written = None if local is param else optimizer.state.pop(local, None)
+                written = None if local is param else optimizer.state.get(local)
                 state = optimizer.state[param]
                 if written is not None and state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = shown_state(written["momentum_buffer"], param)
+                if local is not param:
+                    optimizer.state.pop(local, None)
+            self._lent.pop()  # now: after an interrupt the next call goes on
 
 
 def _name(group: dict[str, Any], param: torch.Tensor) -> str:

@@ -74,8 +74,7 @@ class _Proxies:
 
     def insert(self) -> None:
         """Replace the optimizer's DTensors by proxies."""
-        if self._state is not None:
-            return
+        self.remove()  # what an interrupt has left
         optimizer, known = self._optimizer, self._proxies
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._proxies = {param: proxy_of(param, known.get(param)) for param in params if isinstance(param, DTensor)}
@@ -92,38 +91,43 @@ class _Proxies:
             gradients.append((proxy, grad))
         for proxy, grad in gradients:
             lend_gradient(proxy, grad)
+        groups = []
         for group in optimizer.param_groups:
             lent = [self._proxies[param][1] if param in self._proxies else param for param in group["params"]]
-            self._groups.append((group, group["params"], lent))
+            groups.append((group, group["params"], lent))
+        # From here on ``remove`` has something to do, also if an interrupt comes before the next line.
+        self._groups, self._shown, self._state, optimizer.state = groups, shown, optimizer.state, state
+        for group, _, lent in groups:
             group["params"] = lent
-        self._state, self._shown, optimizer.state = optimizer.state, shown, state
 
     def remove(self) -> None:
-        """Restore the optimizer's DTensors, with the state that the step has written."""
+        """Restore the optimizer's DTensors, with the state that the step has written.
+
+        Another call does what an interrupt has left undone.
+        """
         if self._state is None:
             return
         optimizer, lent_state, state = self._optimizer, self._optimizer.state, self._state
-        optimizer.state, self._state = state, None
         for group, params, lent in self._groups:
             if group["params"] is lent:
                 group["params"] = params
-        self._groups.clear()
         owners: dict[Any, torch.Tensor] = {proxy: param for param, (_, proxy) in self._proxies.items()}
         found = {owners.get(key, key): entry for key, entry in lent_state.items()}
         for key in [key for key in state if key not in found]:
             del state[key]
         for key, entry in found.items():
+            known = state.get(key)
             entry = self._show(entry, key) if key in self._proxies else entry
-            if isinstance(state.get(key), dict) and isinstance(entry, dict):
-                entry = {**entry}  # a copy: it may be the same dictionary, which is cleared next
-                state[key].clear()
-                state[key].update(entry)
+            if isinstance(known, dict) and isinstance(entry, dict):
+                if known is not entry:
+                    known.clear()
+                    known.update(entry)
             else:
                 state[key] = entry
         for local, proxy in self._proxies.values():
             take_assigned(proxy, local)
             lend_gradient(proxy, None)
-        self._shown = {}
+        optimizer.state, self._state, self._groups, self._shown = state, None, [], {}
 
     def _show(self, entry: Any, param: torch.Tensor) -> Any:
         def shown(value: Any) -> Any:

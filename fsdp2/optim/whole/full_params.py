@@ -202,7 +202,6 @@ class _FullParams:
         self._stacks = stacks
         self._ownership_of, self._bucket_bytes = ownership, bucket_bytes
         self._ownership = ownership([])
-        self._state = OwnedState(self._ownership)  # replaced by the optimizer's own state at the first use
         self._proxies: dict[torch.Tensor, nn.Parameter] = {}
         self._buckets: dict[tuple[Any, ...], list[_Bucket]] = {}
         self._load_as_torch = optimizer.load_state_dict
@@ -286,28 +285,37 @@ class _FullParams:
         return error
 
     def _refresh(self) -> None:
-        """Take over newly sharded parameters, changed parameter groups, and state that the caller has replaced."""
+        """Take over newly sharded parameters, changed parameter groups, and state that the caller has replaced.
+
+        Whatever ends this before its end, an interrupt or an error: the next call begins again with the same state.
+        """
         repair(self._optimizer)  # a step has done so already, but a state dict may be requested before any step
         params = [p for group in self._optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-        optimizer, state = self._optimizer, self._optimizer.state
+        optimizer = self._optimizer
         if not self._ownership.is_of(params):
-            if state is self._state:
-                state = shown_at_holders(state, self._ownership)  # other ranks may own it from now on
             for param in params:
                 self._stacks.has(param)  # the caller's function may be wrong, which all ranks see here
-            self._ownership = self._ownership_of(params)
+            ownership = self._ownership_of(params)
             self._buckets.clear()
             for early in self._early.values():
                 early.close()
             if self._overlap:
-                self._early = {ranks: EarlyGradients(ranks, self._bucket_bytes) for ranks in self._ownership.sets}
+                self._early = {ranks: EarlyGradients(ranks, self._bucket_bytes) for ranks in ownership.sets}
             if self._keep:
-                self._kept = {ranks: KeptParams(ranks) for ranks in self._ownership.sets}
-        if state is not self._state:
-            self._state = keep_owned(state, self._ownership)
-            optimizer.state = self._state  # type: ignore[assignment]  # torch needs no more than a dictionary
+                self._kept = {ranks: KeptParams(ranks) for ranks in ownership.sets}
+            self._ownership = ownership
+        state: Any = optimizer.state
+        if not isinstance(state, OwnedState) or state.ownership is not self._ownership:
+            if isinstance(state, OwnedState):
+                state = shown_at_holders(state, state.ownership)  # other ranks may own it from now on
+            optimizer.state = keep_owned(state, self._ownership)  # type: ignore[assignment]  # torch needs no more than a dictionary
         if HOST_STATE in optimizer.__dict__:
-            optimizer.__dict__[HOST_STATE].settle([*self._state], self._state)
+            optimizer.__dict__[HOST_STATE].settle([*optimizer.state], optimizer.state)
+
+    @property
+    def _state(self) -> OwnedState:
+        """The state of the optimizer, after ``_refresh``."""
+        return self._optimizer.state  # type: ignore[return-value]  # as above
 
     def _agree_on_gradients(self) -> dict[RankSet, list[_Gradient | None]]:
         """Return what is known of each parameter's gradient (None without one) after checking that all ranks have the
@@ -482,12 +490,12 @@ class _FullParams:
 
     def _state_dict(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         self._refresh()
-        owned = optimizer.state
-        optimizer.state = shown_at_holders(self._state, self._ownership)
+        owned = self._state
+        optimizer.state = shown_at_holders(owned, self._ownership)
         try:
             return self._save_as_torch()
         finally:
-            optimizer.state = owned
+            optimizer.state = owned  # type: ignore[assignment]  # as above
 
     def _load_state_dict(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
         self._refresh()

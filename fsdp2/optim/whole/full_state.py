@@ -39,7 +39,7 @@ class OwnedState(dict):
 
     def __init__(self, ownership: Ownership) -> None:
         super().__init__()
-        self._ownership = ownership
+        self.ownership = ownership
         self.stepped = False
         self.names: dict[Any, list[Any]] = {}  # of all parameters, as of the last step or loading
 
@@ -47,7 +47,7 @@ class OwnedState(dict):
         return self.stepped
 
     def __missing__(self, param: Any) -> Any:
-        owners = self._ownership.owners_of(param)
+        owners = self.ownership.owners_of(param)
         if not owners:
             raise KeyError(param)
         return _Elsewhere(self.names.get(param, []), tuple(param.shape), owners)

@@ -119,6 +119,8 @@ def python_attributes(param: torch.Tensor) -> dict[str, Any]:
     """
     if type(param) is nn.Parameter:
         return dict(param.__dict__)
+    if type(param) is DTensor:  # steps ask for those of all shards; what is its own is in slots
+        return {name: value for name, value in param.__dict__.items() if name != "_is_param"}
     inner = param.__tensor_flatten__()[0] if hasattr(param, "__tensor_flatten__") else []
     own = {*param.detach().__dict__, *inner, "_is_param"}
     return {name: value for name, value in param.__dict__.items() if name not in own}

@@ -56,6 +56,7 @@ __all__ = [
     "parameter_like",
     "parameter_of",
     "proxy",
+    "resemble",
     "show",
     "shows",
     "take_assigned",
@@ -133,8 +134,15 @@ def take_assigned(lent: torch.Tensor, memory: torch.Tensor) -> None:
 def parameter_like(param: torch.Tensor, value: torch.Tensor) -> nn.Parameter:
     """Return a parameter of ``value`` itself, with what users stored on ``param`` and its ``requires_grad``."""
     made = nn.Parameter(value, requires_grad=param.requires_grad)
-    made.__dict__.update(python_attributes(param))
+    resemble(made, param)
     return made
+
+
+def resemble(lent: torch.Tensor, param: torch.Tensor) -> None:
+    """Give ``lent``, which stands for ``param``, its ``requires_grad``, and what users have stored on it by now."""
+    lent.__dict__.update(python_attributes(param))
+    if lent.requires_grad != param.requires_grad:
+        lent.requires_grad_(param.requires_grad)
 
 
 def copy_of(local: torch.Tensor) -> torch.Tensor:

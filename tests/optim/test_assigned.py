@@ -1,4 +1,4 @@
-"""Optimizers that assign new values to parameters in their step, in place of writing into them."""
+"""Optimizers that read and write attributes of parameters: ``data``, ``requires_grad``, and what users store there."""
 
 from __future__ import annotations
 
@@ -76,5 +76,44 @@ def test_assigned_values_are_taken(rank, world, way, assign):
                 model(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+    for name, param in module.named_parameters():
+        torch.testing.assert_close(full(param), one.get_parameter(name))
+
+
+class Reads(torch.optim.Optimizer):
+    """Gradient descent at a rate that each parameter names, of those that are not frozen."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.requires_grad:
+                    param.sub_(param.grad, alpha=getattr(param, "rate", 0.1))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_set_on_a_parameter_later_is_read(rank, world, way):
+    """What stands for a parameter in a step had the attributes that the parameter had at the first step; where whole
+    parameters are stepped on, also its ``requires_grad``. So it was trained in spite of that, silently."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))  # of all ranks
+    one, module = Stacks(), Stacks()
+    fsdp2.fully_shard(module, mesh=mesh_1d(), ignored_params={module.plain})
+    with host_apart():
+        optimizers = [Reads(one.parameters()), WAYS[way](Reads(module.parameters()))]
+        for step in range(4):
+            for model, optimizer in zip((one, module), optimizers, strict=True):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                if step == 1:
+                    model.layer.weight.rate, model.experts.rate, model.plain.rate = 0.3, 0.2, 0.15
+                for param in (model.layer.bias, model.experts, model.plain):
+                    param.requires_grad_(step != 2)
+                optimizer.step()
+                model.requires_grad_(True)
     for name, param in module.named_parameters():
         torch.testing.assert_close(full(param), one.get_parameter(name))

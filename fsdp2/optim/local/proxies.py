@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from fsdp2.autograd.hooks import after_steps, hook_next_step
-from fsdp2.engine.param import lend_gradient, parameter_like, take_assigned
+from fsdp2.engine.param import lend_gradient, parameter_like, resemble, take_assigned
 from fsdp2.optim.alike import is_counter, local_gradient, local_state, shown_state
 from fsdp2.optim.leaves import map_leaves
 from fsdp2.sharding.spec import on_this_rank
@@ -142,9 +142,10 @@ class _Proxies:
 def proxy_of(param: Any, known: tuple[torch.Tensor, nn.Parameter] | None) -> tuple[torch.Tensor, nn.Parameter]:
     """Return the local tensor of ``param`` and a plain parameter on the same memory: ``known`` if it still fits."""
     local = on_this_rank(param)
-    if known is not None and known[0] is local and known[1].requires_grad == param.requires_grad:
-        return known
-    return local, parameter_like(param, local)
+    if known is None or known[0] is not local:
+        return local, parameter_like(param, local)
+    resemble(known[1], param)
+    return known
 
 
 def _localize(entry: Any, param: Any, shown: dict[int, DTensor]) -> Any:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.comm.collectives import exchange_objects, max_over_ranks
 from fsdp2.comm.streams import Lane
-from fsdp2.engine.param import lend_gradient, parameter_like, take_assigned
+from fsdp2.engine.param import lend_gradient, parameter_like, resemble, take_assigned
 from fsdp2.optim.alike import STEPS_ON_LOCAL, STEPS_ON_WHOLE, about_plain_gradient, local_gradient
 from fsdp2.optim.host_state import HOST_STATE, HostState
 from fsdp2.optim.partial import PartialGroups, replace_step, step_of
@@ -419,11 +419,12 @@ class _FullParams:
 
     def _proxy(self, owned: Owned) -> Any:
         """Return the plain parameter that the step works on in place of ``owned``, the same object in every step."""
-        if owned.index is not None:
-            return owned.key
-        if owned.key not in self._proxies:
-            self._proxies[owned.key] = parameter_like(owned.key, on_this_rank(owned.key).new_empty(0))
-        return self._proxies[owned.key]
+        key: Any = owned.key
+        if owned.index is None and key not in self._proxies:
+            self._proxies[key] = parameter_like(key, on_this_rank(key).new_empty(0))
+        proxy = key if owned.index is not None else self._proxies[key]
+        resemble(proxy, owned.param)
+        return proxy
 
     def _lane_of(self, bucket: _Bucket) -> Lane:
         """Return the lane on which pieces travel beside the optimizer's kernels."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp2.engine.param import lend_gradient, parameter_like, take_assigned
+from fsdp2.engine.param import lend_gradient, parameter_like, resemble, take_assigned
 from fsdp2.optim.alike import is_counter
 from fsdp2.optim.leaves import take_apart
 from fsdp2.optim.whole.stacks import Stacks
@@ -64,6 +64,7 @@ class Matrices:
     def __init__(self, param: torch.Tensor, stacks: Stacks, states: Sequence[Any]) -> None:
         self.param, self.seen, grad = param, stacks.matrices_of(param), param.grad
         for i, matrix in enumerate(self.seen):
+            resemble(matrix, param)
             matrix.data = param.data[i]
             lend_gradient(matrix, None if grad is None else grad[i])
         self.states = [Stacks.cut_state(state, i) for state in states for i in range(len(self.seen))]

@@ -166,7 +166,9 @@ class _Offloaded:
             self._step_of_class(optimizer)  # as use_local_shards does it
             return loss
         self._settle()
-        turns = host.turns(self._params(), skip=self._known)
+        params = self._params()
+        self._proxies = {param: self._proxies[param] for param in params if param in self._proxies}
+        turns = host.turns(params, skip=self._known)
         groups = PartialGroups(optimizer)
         host.begin(turns)
         try:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -17,6 +21,7 @@ from tests.optim.stepping import (
     batch,
     build,
     driven_by_others,
+    host_apart,
     make,
     pair,
     train,
@@ -174,3 +179,33 @@ def test_copies_of_the_optimizer(rank, world, name):
     assert not any(seen)
     for model, one in copies:
         assert_same_training([module, model], [optimizer, one])
+
+
+RELEASES: dict[str, Callable[[torch.optim.Optimizer], torch.optim.Optimizer]] = {
+    "local": fsdp2.use_local_shards,
+    "host": fsdp2.offload_optimizer_state,
+    "whole": lambda o: fsdp2.use_full_params(o, overlap_backward=True, stacked=lambda param: param.ndim == 3),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", RELEASES)
+def test_parameters_of_a_group_that_is_removed_are_freed(rank, world, way):
+    """What an optimizer remembers from step to step kept them as long as the optimizer."""
+    module, other = build(), nn.ParameterList([torch.randn(2, 3, 3), torch.randn(4, 6)])
+    fsdp2.fully_shard(other, mesh=mesh_1d())
+    with host_apart():
+        optimizer = RELEASES[way](torch.optim.AdamW(module.parameters()))
+        train(module, optimizer)
+        optimizer.add_param_group({"params": [*other]})
+        for step in range(2):
+            for param in other:
+                param.grad = torch.zeros_like(param)
+            train(module, optimizer, [step])
+        params = optimizer.param_groups.pop()["params"]
+        refs = [weakref.ref(param) for param in params]
+        optimizer.state.clear()
+        del params, param, other
+        train(module, optimizer)
+        gc.collect()
+    assert not any(ref() is not None for ref in refs)

@@ -45,6 +45,9 @@ class Collecting:
 
     def again(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], lists: tuple[list[Any], ...]) -> Any:
         """Fill ``lists`` as torch did last time; return True and the value that torch returned, or (False, None)."""
+        if len(self._known) > len(optimizer.param_groups):  # a group was removed: let go of its parameters
+            lists_held = {id(held["params"]) for held in optimizer.param_groups}
+            self._known = {key: known for key, known in self._known.items() if key in lists_held}
         known, params = self._known.get(id(group["params"])), group["params"]
         if known is None or len(known.params) != len(params) or not all(map(is_, known.params, params)):
             return False, None

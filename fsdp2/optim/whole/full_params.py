@@ -297,6 +297,8 @@ class _FullParams:
                 self._stacks.has(param)  # the caller's function may be wrong, which all ranks see here
             ownership = self._ownership_of(params)
             self._buckets.clear()
+            self._proxies.clear()
+            self._stacks.keep([param for group in optimizer.param_groups for param in group["params"]])
             for early in self._early.values():
                 early.close()
             if self._overlap:

@@ -6,7 +6,7 @@ own, and state of its own. In state dicts the state is stacked: it has the param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,13 @@ class Stacks:
             self._matrices[param] = [parameter_like(param, empty.new_empty(0)) for _ in range(param.shape[0])]
             self._stacks.update(dict.fromkeys(self._matrices[param], param))
         return self._matrices[param]
+
+    def keep(self, params: Collection[torch.Tensor]) -> None:
+        """Forget all but ``params``."""
+        left = set(params)
+        self._known = {param: known for param, known in self._known.items() if param in left}
+        self._matrices = {param: matrices for param, matrices in self._matrices.items() if param in left}
+        self._stacks = {matrix: stack for matrix, stack in self._stacks.items() if stack in self._matrices}
 
     def stack_of(self, key: torch.Tensor) -> torch.Tensor:
         """Return the stack that ``key`` stands for a matrix of, else ``key``."""

@@ -19,7 +19,7 @@ from fsdp2.engine.unit import FSDPState, live_units
 
 __all__ = ["refuse_ddp", "warn_of_unaveraged"]
 
-_SEEN = "_fsdp2_averaging_seen"  # attribute of an optimizer: its first step with gradients was looked at
+_SEEN = "_fsdp2_averaging_seen"  # attribute of an optimizer: its number of groups when a step was looked at
 _SHOWN = 8
 
 
@@ -41,9 +41,10 @@ def refuse_ddp(wrapper: nn.Module, name: str, module: Any) -> None:
 def warn_of_unaveraged(optimizer: torch.optim.Optimizer) -> None:
     """Warn at the first step on gradients if some are of plain parameters that nobody averages over ranks.
 
-    That is a model whose blocks are units, while ``fully_shard`` was not called on the whole.
+    That is a model whose blocks are units, while ``fully_shard`` was not called on the whole. The first step with
+    another number of groups is looked at, too.
     """
-    if _SEEN not in optimizer.__dict__:
+    if optimizer.__dict__.get(_SEEN) != len(optimizer.param_groups):
         _look(optimizer)
 
 
@@ -52,7 +53,7 @@ def _look(optimizer: torch.optim.Optimizer) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, torch.Tensor)]
     if all(p.grad is None for p in held):
         return
-    optimizer.__dict__[_SEEN] = True
+    optimizer.__dict__[_SEEN] = len(optimizer.param_groups)
     units = [unit for unit in live_units() if any(group.mesh.mesh.size() > 1 for group in unit.groups)]
     plain = {id(p): p for p in held if type(p) is nn.Parameter and p.grad is not None and not is_managed_tensor(p)}
     for unit in live_units() if plain else ():  # also those of which every parameter is left out

@@ -47,7 +47,11 @@ def blocks_alone(mesh: Any = None) -> Model:
 
 def train(model: nn.Module, *given: list[nn.Parameter], steps: int = 2) -> list[str]:
     """Train with an optimizer for each list of parameters, by default one for all; return texts of warnings."""
-    optimizers = [torch.optim.SGD(params, lr=0.1) for params in given or [list(model.parameters())]]
+    return take_steps(model, [torch.optim.SGD(params, lr=0.1) for params in given or [list(model.parameters())]], steps)
+
+
+def take_steps(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int = 2) -> list[str]:
+    """Train; return texts of warnings."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(steps):
@@ -83,6 +87,17 @@ def test_a_whole_that_was_not_sharded(rank, world, optimizers):
     fsdp2.fully_shard(model)
     assert train(model) == []
     assert full(model.embed.weight).shape == (6, 8)
+
+
+@on_ranks(2)
+def test_a_group_that_is_added_later(rank, world):
+    """Only the first step was looked at, so a head that joined the optimizer later trained apart, without a word."""
+    model = blocks_alone()
+    optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
+    assert take_steps(model, [optimizer]) == []
+    optimizer.add_param_group({"params": apart(model)})
+    warned = take_steps(model, [optimizer])
+    assert [text[:34] for text in warned] == ["embed.weight, head.weight: trained"] * (rank == 0)
 
 
 def ignored(model: Model) -> nn.Module:

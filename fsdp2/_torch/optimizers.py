@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from itertools import compress
 from types import ModuleType
 from typing import Any
@@ -61,7 +62,11 @@ def around_init_group(
 
 
 def around_use(
-    before_zeroing: _Use, before_reading: _Use, after_adding: _Use, around_loading: Callable[..., Callable[[], None]]
+    before_zeroing: _Use,
+    before_reading: _Use,
+    after_adding: _Use,
+    around_loading: Callable[..., Callable[[], None]],
+    around_making: Callable[[torch.optim.Optimizer], AbstractContextManager[None]],
 ) -> None:
     """Call functions around the methods of every optimizer in the process that use its parameters.
 
@@ -70,10 +75,11 @@ def around_use(
 
     Args:
         before_zeroing: Is called before ``zero_grad``.
-        before_reading: Is called before ``state_dict``, copying and pickling, and before
-            torch.distributed.checkpoint.state_dict reads or makes state.
+        before_reading: Is called before ``state_dict``, copying and pickling.
         after_adding: Is called after ``add_param_group``.
         around_loading: Is called before ``load_state_dict``, and what it returns after it.
+        around_making: Returns what is entered while torch.distributed.checkpoint.state_dict looks for state, and makes
+            it by a step if there is none.
     """
     base = torch.optim.Optimizer
     zero, save, load, add, pickled = (
@@ -117,12 +123,14 @@ def around_use(
     base.zero_grad, base.state_dict, base.load_state_dict = zero_grad, state_dict, load_state_dict  # type: ignore[method-assign]  # on purpose
     base.add_param_group, base.__getstate__ = add_param_group, getstate  # type: ignore[method-assign]  # likewise
     # A program that saves no such checkpoint does not need that module, which imports eighty others.
-    patch = functools.partial(_before_checkpoints, before_reading)
+    patch = functools.partial(_around_checkpoints, around_making)
     WhenImported(["torch.distributed.checkpoint.state_dict"], patch).start()
 
 
-def _before_checkpoints(before: _Use, checkpoints: ModuleType) -> None:
-    """Call ``before`` with an optimizer whose state torch.distributed.checkpoint.state_dict is about to use.
+def _around_checkpoints(
+    around: Callable[[torch.optim.Optimizer], AbstractContextManager[None]], checkpoints: ModuleType
+) -> None:
+    """Enter ``around(optimizer)`` where torch.distributed.checkpoint.state_dict is about to use the optimizer's state.
 
     It looks up the parameters of an optimizer that has state before it calls any method of it.
     """
@@ -130,8 +138,8 @@ def _before_checkpoints(before: _Use, checkpoints: ModuleType) -> None:
 
     @functools.wraps(make)
     def init_optim_state(optim: torch.optim.Optimizer) -> None:
-        before(optim)
-        make(optim)
+        with around(optim):
+            make(optim)
 
     checkpoints._init_optim_state = init_optim_state  # type: ignore[attr-defined]  # not in ModuleType
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp2._torch.autograd import explicit_grad_dtype
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.optimizers import around_use, split_averages
-from fsdp2.autograd.hooks import hook_modules, hook_optimizers, hook_registrations
+from fsdp2.autograd.hooks import hook_modules, hook_next_step, hook_optimizers, hook_registrations
 from fsdp2.engine.index import (
     follow_parametrization,
     managed_sites,
@@ -30,7 +31,7 @@ from fsdp2.engine.index import (
     param_of,
     remember_originals,
 )
-from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_summoned, is_temporary
+from fsdp2.engine.param import FSDPParam, is_managed_tensor, is_summoned, is_temporary, lend_gradient
 from fsdp2.engine.stamp import note_optimizer_step
 from fsdp2.engine.unit import live_units
 from fsdp2.engine.unreduced import any_unreduced
@@ -58,7 +59,7 @@ def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) ->
     global _hooked, _unsearched
     if not _hooked:
         hook_optimizers(_before_step, note_optimizer_step)
-        around_use(_before_zeroing, repair, _after_adding, _around_loading)
+        around_use(_before_zeroing, repair, _after_adding, _around_loading, _making_state)
         split_averages(lambda tensor: tensor.device_mesh if isinstance(tensor, DTensor) else None)
         hook_registrations(is_managed_tensor, follow_parametrization)
         hook_modules(refuse_ddp)
@@ -105,6 +106,36 @@ def _before_zeroing(optimizer: torch.optim.Optimizer) -> None:
     repair(optimizer)
     if any_unreduced():
         drop_unreduced(optimizer)
+
+
+@contextlib.contextmanager
+def _making_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch.distributed.checkpoint.state_dict make the state of ``optimizer`` in this block.
+
+    It makes it by a step with gradients of zero, in the dtypes of the parameters. Those with another ``grad_dtype`` do
+    not take them, so it is set back, and the step gets gradients as after a backward.
+    """
+    repair(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    chosen = {param: dtype for param in params for dtype in explicit_grad_dtype(param)}
+    wanted = {param: dtype for param, dtype in chosen.items() if dtype is not None}
+
+    def cast() -> None:
+        for param, dtype in wanted.items():
+            if param.grad is not None:
+                lend_gradient(param, param.grad.to(dtype))
+
+    handle = hook_next_step(optimizer, cast)
+    try:
+        for param in wanted:
+            param.grad_dtype = None
+        yield
+    finally:
+        handle.remove()
+        for param, dtype in wanted.items():
+            if param.grad is not None and param.grad.dtype != dtype:
+                cast()  # an error came before the step
+            param.grad_dtype = dtype
 
 
 @outside_dynamo

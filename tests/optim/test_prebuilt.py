@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from tests.optim.stepping import Model, batch, build
+from tests.support import api
 from tests.support.parity import full, mesh_1d, mesh_of
 from tests.support.pool import on_ranks
 
@@ -271,3 +273,80 @@ def test_a_replaced_parameter_that_is_added_to_its_optimizer(rank, world, when, 
             assert all(shown[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
     for (name, mine), theirs in zip(module.named_parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(full(mine), theirs.detach(), msg=name)
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps a moment in the dtype of gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    moment = self.state[param].setdefault("moment", torch.zeros_like(param.grad))
+                    param.sub_(moment.mul_(0.9).add_(param.grad), alpha=group["lr"])
+
+
+WAYS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.Optimizer]] = {
+    "plain": lambda optimizer: optimizer,
+    "local": lambda optimizer: fsdp2.use_local_shards(optimizer, elementwise=True),
+    "whole": lambda optimizer: fsdp2.use_full_params(optimizer, overlap_backward=True),
+}
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints_of_parameters_with_a_gradient_dtype(rank, world, way):
+    """torch makes the state of a new optimizer by a step with gradients in the dtypes of parameters, which these do not
+    take: neither saving before the first step nor resuming worked. In one process torch raises that, too."""
+
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        module = Model().to(torch.bfloat16)
+        for param in module.parameters():
+            param.grad_dtype = torch.float32
+        return shard(module), WAYS[way](Momentum(module.parameters()))
+
+    def step(module: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        module(batch(number).bfloat16(), rare=True).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    module, optimizer = make()
+    first = get_optimizer_state_dict(module, optimizer)["state"]["row"]["moment"]
+    assert first.dtype == torch.float32 and not full(first).any()
+    step(module, optimizer, 0)
+    saved = copy.deepcopy(get_state_dict(module, optimizer))
+    other, resumed = make()
+    set_state_dict(other, resumed, model_state_dict=saved[0], optim_state_dict=saved[1])
+    assert all(param.grad is None and param.grad_dtype == torch.float32 for param in other.parameters())
+    optimizer.load_state_dict(optimizer.state_dict())  # torch's loading rounds moments to the dtype of parameters
+    for one, its in ((module, optimizer), (other, resumed)):
+        step(one, its, 1)
+    assert_same_weights(module, other)
+
+
+@api.fsdp2_only
+@on_ranks(1)
+def test_a_state_that_cannot_be_made(rank, world):
+    """An error of the step that makes it leaves the gradient dtypes as they were."""
+    module = fresh()[0]
+    for param in module.parameters():
+        param.grad_dtype = torch.bfloat16
+    optimizer = Momentum(module.parameters())
+
+    def fail(*unused: object) -> None:
+        raise ArithmeticError
+
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        get_optimizer_state_dict(module, optimizer)
+    assert {param.grad_dtype for param in module.parameters()} == {torch.bfloat16}
+    handle.remove()
+    optimizer.zero_grad()
+    get_optimizer_state_dict(module, optimizer)

@@ -275,6 +275,36 @@ def test_a_replaced_parameter_that_is_added_to_its_optimizer(rank, world, when, 
         torch.testing.assert_close(full(mine), theirs.detach(), msg=name)
 
 
+WAYS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.Optimizer]] = {
+    "plain": lambda optimizer: optimizer,
+    "local": lambda optimizer: fsdp2.use_local_shards(optimizer, elementwise=True),
+    "whole": lambda optimizer: fsdp2.use_full_params(optimizer, overlap_backward=True),
+}
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replaced_parameter_is_trained_on(rank, world, way):
+    """Its optimizer goes on with the moments that it has, as if the values had been written into the old parameter."""
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))  # of all ranks
+    torch.manual_seed(3)
+    one = Model()
+    module = shard(copy.deepcopy(one))
+    optimizers = [adamw(one.parameters()), WAYS[way](adamw(module.parameters()))]
+    for step in range(4):
+        if step == 2:
+            with torch.no_grad():
+                one.row.fill_(0.3)
+            module.row = nn.Parameter(torch.full((1, 6), 0.3))
+        for model, optimizer in zip((one, module), optimizers, strict=True):
+            model(x, rare=True).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), theirs in zip(module.named_parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(full(mine), theirs.detach(), msg=name)
+
+
 class Momentum(torch.optim.Optimizer):
     """Keeps a moment in the dtype of gradients."""
 
@@ -289,13 +319,6 @@ class Momentum(torch.optim.Optimizer):
                 if param.grad is not None:
                     moment = self.state[param].setdefault("moment", torch.zeros_like(param.grad))
                     param.sub_(moment.mul_(0.9).add_(param.grad), alpha=group["lr"])
-
-
-WAYS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.Optimizer]] = {
-    "plain": lambda optimizer: optimizer,
-    "local": lambda optimizer: fsdp2.use_local_shards(optimizer, elementwise=True),
-    "whole": lambda optimizer: fsdp2.use_full_params(optimizer, overlap_backward=True),
-}
 
 
 @api.fsdp2_only

@@ -81,7 +81,7 @@ _MEMORY = (
     "to write whole tensors to a file, save on every rank inside "
     "`with fsdp2.state_dict_type(model, StateDictType.FULL_STATE_DICT):`, or call fsdp2.save_safetensors"
 )
-_DTYPES = "same dtype", "expected scalar type"
+_DTYPES = re.compile(r"same dtype|scalar type|type .* should be the same|dtypes match|dtype to be equal")
 _EXPLAINED = "_fsdp2_explained"  # an attribute of errors whose text was added
 _SHOWN = 8
 _FREE_TOOLS = 3, 4  # of sys.monitoring: those that are for no particular kind of tool
@@ -125,7 +125,7 @@ def _hint(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> str 
         return _MEMORY
     if (found := _GONE.search(text)) is not None:
         return _about_gone(int(found[1]), groups)
-    if any(part in text for part in _DTYPES):
+    if _DTYPES.search(text):
         return _buffers(_frames(error.__traceback__), groups)
     lacks = any(part in text for part in _LACKS)
     if _TEXT not in text and not lacks:
@@ -179,10 +179,14 @@ def _calls(trace: TracebackType) -> list[FrameType]:
 def _buffers(frames: Iterable[TracebackType], groups: Iterable[FSDPParamGroup]) -> str | None:
     """Return a hint about buffers of the innermost failing module that stay in another dtype than its parameters.
 
-    Mixed precision casts parameters and inputs. spectral_norm keeps vectors in buffers, and computes with both.
+    Mixed precision casts parameters and inputs. spectral_norm keeps vectors in buffers, and computes with both; a
+    frozen BatchNorm of detection models is buffers alone, and gives the next convolution their dtype. What such a
+    module outside the innermost unit has computed was cast when it entered that unit.
     """
+    units = {id(module) for group in groups for module in group.modules}
     for one in reversed([*frames]):
-        for module in [value for value in one.tb_frame.f_locals.values() if isinstance(value, nn.Module)]:
+        modules = [value for value in one.tb_frame.f_locals.values() if isinstance(value, nn.Module)]
+        for module in modules:
             for group in groups:
                 dtype = group.store.options.mp_policy.param_dtype
                 own = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
@@ -195,6 +199,8 @@ def _buffers(frames: Iterable[TracebackType], groups: Iterable[FSDPParamGroup]) 
                         f"{others[0][1].dtype}, expected {dtype}, in which mp_policy lets the unit compute. It casts "
                         "no buffers; cast these before training, each by `buffer.data = buffer.to(...)`"
                     )
+        if any(id(module) in units for module in modules):
+            break
     return None
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._naming import class_name
 from fsdp2._torch.autograd import functorch_active, lasting_tensors
 from fsdp2._torch.tensors import address_of, set_versions, storages_of, versions_of
+from fsdp2._warn import warn
 from fsdp2.comm.comparison import Comparison
 from fsdp2.comm.gather import Buffer, GatherBuffers
 from fsdp2.comm.pieces import has_memory, part_of
@@ -243,12 +244,31 @@ class ShardStore:
 
     def _refuse_assigned_data(self, storages: list[int]) -> None:
         before, self._storages = self._storages, storages  # to raise once for each assignment
-        names = [param.name for param, old, new in zip(self._placed, before, storages) if old != new]
+        assigned = [param for param, old, new in zip(self._placed, before, storages) if old != new]
+        names = ", ".join([param.name for param in assigned[:8]])
+        if all(map(self._is_bias_of_tied, assigned)):
+            warn(
+                f"{names}: a tensor was assigned to .data of the sharded parameter, which DTensors ignore. If it was "
+                "tie_weights() of a transformers model, nothing is lost: it assigns what the parameter is. Other "
+                "values are lost; assign them inside summon_full_params"
+            )
+            return
         raise RuntimeError(
-            f"{', '.join(names[:8])}: a tensor was assigned to .data of the sharded parameter, which DTensors ignore: "
+            f"{names}: a tensor was assigned to .data of the sharded parameter, which DTensors ignore: "
             "got the values from before, expected the assigned ones; write them in place instead, with "
             "`with torch.no_grad(): param.copy_(value)`, or assign inside summon_full_params"
         )
+
+    def _is_bias_of_tied(self, param: FSDPParam) -> bool:
+        """Return whether ``param`` is the bias of a layer whose weight is tied.
+
+        transformers' ``tie_weights`` assigns to ``.data`` of such a bias what it is, padded to the rows of the weight,
+        so with nothing. It is called by ``init_weights``, and by accelerate when a sharded model was loaded. Nobody can
+        tell afterwards which values were assigned.
+        """
+        weights = [site for other in self.params if len(other.sites) > 1 for site in other.sites]
+        tied = {site.module for site in weights if site.name == "weight"}
+        return any(site.name == "bias" and site.module in tied for site in param.sites)
 
     def check_ready(self) -> None:
         """Raise RuntimeError that names parameters still on the meta device or, when offloading, not on the CPU.

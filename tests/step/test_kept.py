@@ -192,6 +192,48 @@ def test_data_assigned_to_shards(rank, world, trained):
     train(module, alone)
 
 
+class TiedHead(nn.Module):
+    """A language model's ends: an embedding, a layer, and a head with the embedding's weight and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(5, 3), nn.Linear(3, 3)
+        self.norm, self.head = nn.LayerNorm(3), nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the tokens that the positive inputs are."""
+        return self.head(self.norm(self.layer(self.embedding((x > 0).long()))))
+
+    def tie_weights(self) -> None:
+        """Do what transformers does, which pads the bias to the rows of the weight."""
+        self.head.weight = self.embedding.weight
+        missing = self.head.weight.shape[0] - self.head.bias.shape[0]
+        self.head.bias.data = nn.functional.pad(self.head.bias.data, (0, missing))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_data_of_a_tied_heads_bias(rank, world, trained):
+    """``init_weights`` of transformers, and accelerate when it has loaded a sharded model, end with ``tie_weights``,
+    which assigns a bias to its own ``.data``. The next forward of a BERT or a ModernBERT raised for that; torch's
+    trains. Nothing is lost, so it warns."""
+    module, alone = beside_one_process(TiedHead, lambda module: [module.layer])
+    if trained:
+        train(module, alone)
+    for one in (module, alone):
+        one.tie_weights()
+    with pytest.warns(UserWarning, match=r"^head\.bias: a tensor was assigned to \.data .* If it was tie_weights\(\)"):
+        train(module, alone)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* assigned to")
+        train(module, alone)  # one warning for each assignment
+    for parameter in (module.norm.bias, module.head.bias):
+        parameter.data = parameter.data * 0.5
+    with pytest.raises(RuntimeError, match=r"^norm\.bias, head\.bias: a tensor was assigned to \.data"):
+        module(inputs())
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_full_parameters_written_after_the_backward_that_left_them(rank, world, evaluated):

@@ -156,12 +156,19 @@ def _hint(error: BaseException | None, groups: Iterable[FSDPParamGroup]) -> str 
 
 
 def _method_remedy(trace: TracebackType, used: Iterable[FSDPParam]) -> str:
-    """Return what to do, given how the ``used`` parameters were reached: by a method of their unit, or in any way."""
+    """Return what to do, given how the ``used`` parameters were reached: by a method of their unit, or in any way.
+
+    A ``forward`` that is called as a method (``layer.forward(x)``, as a SqueezeBERT calls its layers) is one.
+    """
     modules = {id(module) for param in used for module in param.group.modules}
-    for frame in _calls(trace):
+    calls = _calls(trace)
+    for caller, frame in zip([None, *calls], calls):
         method, owner = frame.f_code.co_name, frame.f_locals.get("self")
-        # What nn.Module has, forward among it, calls or is a forward.
-        if id(owner) in modules and hasattr(type(owner), method) and not hasattr(nn.Module, method):
+        if id(owner) not in modules or not hasattr(type(owner), method):
+            continue
+        # What nn.Module has calls or is a forward; one that nn.Module has not called gathers nothing.
+        by_hand = method == "forward" and (caller is None or caller.f_globals.get("__name__") != nn.Module.__module__)
+        if by_hand or not hasattr(nn.Module, method):
             return _REMEDY_FOR_METHODS.format(method=method, kind=class_name(owner))
     return _REMEDY
 

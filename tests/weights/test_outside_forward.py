@@ -453,7 +453,8 @@ def test_an_operator_that_would_resize_a_shard(rank, world):
 @on_ranks(2)
 def test_the_method_to_register_is_named(rank, world):
     """It is the outermost one of the unit, however deep below it a parameter was used; a method of the unit around, or
-    a function, gathers nothing of a unit's."""
+    a function, gathers nothing of a unit's. A SqueezeBERT calls ``layer.forward(x)``, for which the error said to call
+    that module."""
     module = Encoding()
     for unit in (module.head, module):
         fsdp2.fully_shard(unit, mesh=mesh_1d())
@@ -461,6 +462,7 @@ def test_the_method_to_register_is_named(rank, world):
     for call, method in (
         (lambda: module.generate(x), "generate"),
         (lambda: module.encode(x), "encode"),
+        (lambda: module.head.forward(x), "forward"),
         (lambda: x * module.scaled.scale, None),
         (lambda: F.linear(x, module.head.weight), None),
     ):
@@ -469,6 +471,8 @@ def test_the_method_to_register_is_named(rank, world):
         hints.explain(caught.value, hints._all_groups())  # before Python 3.12 nobody has yet
         found = re.search(r"register_fsdp_forward_method\(module, '(\w+)'\)", str(caught.value))
         assert (found and found[1]) == method and "use_weights(module)" in str(caught.value), caught.value
+    fsdp2.register_fsdp_forward_method(module.head, "forward")
+    assert torch.equal(module.head.forward(x), module.head(x))
 
 
 class Speaking(Headed):

@@ -15,6 +15,7 @@ from fsdp2.engine.param import FSDPParam
 __all__ = [
     "AS_COMPUTED",
     "END",
+    "LACKS_SOME",
     "Collective",
     "CollectiveKind",
     "Launch",
@@ -46,6 +47,7 @@ class Collective(NamedTuple):
 
     ``part`` says what ranks must agree on beside the kind and the group: the formats and sizes of a gather, the
     parameters whose gradients a reduction sends, and ``AS_COMPUTED`` if they are sent narrower than they are summed.
+    A reduction without some gradients of its chunk has ``LACKS_SOME`` as well.
     """
 
     kind: CollectiveKind
@@ -55,6 +57,8 @@ class Collective(NamedTuple):
 
 AS_COMPUTED = -1
 """In ``Collective.part`` of a reduction, behind the indices: gradients are sent narrower than they are summed."""
+LACKS_SOME = -2
+"""In ``Collective.part`` of a reduction, behind these: other ranks may have more gradients to send."""
 END = Collective("end", None)
 """The end of a pass, shown to the observer like a collective."""
 

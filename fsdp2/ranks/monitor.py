@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp2.engine.collective import END, Collective, ObservedGroup, PassKind
+from fsdp2.engine.collective import END, LACKS_SOME, Collective, ObservedGroup, PassKind
 from fsdp2.engine.joining import ranks_may_skip
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.agreement import RankAgreement
@@ -137,7 +137,8 @@ class RankMonitor:
         | what the ranks expect next           | what happens                     |
         |--------------------------------------|----------------------------------|
         | this collective                      | nothing                          |
-        | nothing, as the pass is unscheduled  | it is compared at the end        |
+        | nothing, as the pass is unscheduled  | it is compared at the end; a     |
+        |                                      | reduction that lacks some: meet  |
         | anything else                        | all meet, and leave the schedule |
 
         The first collective of a pass begins it for other ranks, which may change what they expect.
@@ -159,6 +160,8 @@ class RankMonitor:
         if log.kind is None:  # between passes, and in a pass of one replica alone, nothing is compared
             return
         if log.unscheduled:
+            if LACKS_SOME in collective.part:  # ranks that have these gradients send more, and gloo would abort
+                self._meet(collective)
             log.add(collective)
         else:
             self._deviate(collective)

@@ -56,7 +56,7 @@ class Words:
         if collective.kind == "stay":
             return f"{group.name or 'the root'!r} is gathered since forward in {kind}"
         if collective.kind == "reduce":
-            indices = [i for i in collective.part if i != AS_COMPUTED]
+            indices = [i for i in collective.part if i >= 0]
             names = ", ".join(group.params[i].name for i in indices[:3])
             names += ", ..." if len(indices) > 3 else ""
             return f"{text} ({names}{' as computed' if AS_COMPUTED in collective.part else ''})"
@@ -82,10 +82,13 @@ def refuse(texts: dict[int, str]) -> str:
 
 
 def _skipping(did: list[_Did | str]) -> str:
-    """Return the remedy if some ranks skip a unit, given the collective of each rank; a str is not a collective."""
+    """Return the remedy if some ranks skip a unit or a part of it, given each rank's collective; a str is none."""
     collectives = [one for one in did if isinstance(one, _Did)]
     units = [one for one in collectives if one.unit is not None]
-    if not units or len(collectives) < len(did) or len({one.unit for one in collectives}) == 1:
+    if not units or len(collectives) < len(did):
+        return ""
+    same = len({one.unit for one in collectives}) == 1
+    if same and not all(one.order[0] for one in units):
         return ""
     first = min(units, key=lambda one: one.order)  # ranks that are further on have skipped this unit
     name = repr(first.unit) if first.unit else "the root"
@@ -99,7 +102,9 @@ def _skipping(did: list[_Did | str]) -> str:
     line = "{}.set_reduce_scatter_unused_params(True)"
     unit = line.format(_in_python(first.unit or ""))
     every = f", or {line.format('model')} for every unit of the root" if first.unit else ""
-    return f"; give each rank some input for {name}, or, if ranks may skip it, call `{unit}`{every}, on all ranks"
+    # They reduce one unit: some ranks have gradients that others have not, as of experts that get no token.
+    skipped = f"all parameters of {name}, or, if ranks may skip some" if same else f"{name}, or, if ranks may skip it"
+    return f"; give each rank some input for {skipped}, call `{unit}`{every}, on all ranks"
 
 
 def _in_python(name: str) -> str:

@@ -366,3 +366,31 @@ def test_a_parameter_without_a_gradient(rank, world):
             run.step()
     ours, theirs = (fulls(dict(enumerate(run.model.parameters()))) for run in (early, plain))
     assert all(torch.equal(ours[i], theirs[i]) for i in ours)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_gradient_that_another_hook_drops(rank, world, everywhere):
+    """A hook that was there first leaves no gradient behind: backward raised a raw error. On one rank alone the step is
+    refused, and what that rank sends has the size that others expect."""
+    plain, early = Run(overlap=False), Run(overlap=True)
+    dropping = [False]
+
+    def drop(param: Tensor) -> None:
+        if dropping[0]:
+            param.grad = None
+
+    for run in (plain, early):
+        run.model.second.weight.register_post_accumulate_grad_hook(drop)
+    for step in range(4):
+        dropping[0] = step == 2 and (everywhere or rank == 0)
+        for run in (plain, early):
+            run.backward(step)
+            if step == 2 and not everywhere:
+                with pytest.raises(RuntimeError, match="ranks have different gradients of parameter 1 of group 0"):
+                    run.optimizer.step()
+                run.optimizer.zero_grad()
+            else:
+                run.step()
+    ours, theirs = (fulls(dict(enumerate(run.model.parameters()))) for run in (early, plain))
+    assert all(torch.equal(ours[i], theirs[i]) for i in ours)

@@ -116,7 +116,8 @@ class EarlyGradients:
             self._forget()
             return
         waiting = self._waiting.setdefault(current_stream(self._ranks.device), {})
-        waiting[param] = param.grad.dtype
+        grad = param.grad  # None if another hook has dropped it, perhaps on this rank alone: the order stays as it is
+        waiting[param] = grad.dtype if grad is not None else param.grad_dtype or param.dtype
         self._came.add(param)
         complete = self._came >= self._expected
         if complete or sum([one.numel() * dtype.itemsize for one, dtype in waiting.items()]) >= self._limit:

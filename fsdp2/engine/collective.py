@@ -15,12 +15,12 @@ from fsdp2.engine.param import FSDPParam
 __all__ = [
     "AS_COMPUTED",
     "END",
-    "LACKS_SOME",
     "Collective",
     "CollectiveKind",
     "Launch",
     "ObservedGroup",
     "PassKind",
+    "lacking",
     "launch_unobserved",
 ]
 
@@ -47,20 +47,28 @@ class Collective(NamedTuple):
 
     ``part`` says what ranks must agree on beside the kind and the group: the formats and sizes of a gather, the
     parameters whose gradients a reduction sends, and ``AS_COMPUTED`` if they are sent narrower than they are summed.
-    A reduction without some gradients of its chunk has ``LACKS_SOME`` as well.
+    Of a chunk without some of its gradients, it has those parameters last, as ``lacking`` writes them.
     """
 
     kind: CollectiveKind
     group: ObservedGroup | None  # None at the end of a pass
     part: tuple[int, ...] = ()
 
+    @property
+    def lacks(self) -> list[int]:
+        """Of a reduction: the parameters of the chunk that have no gradient here, and may have one on other ranks."""
+        return [AS_COMPUTED - 1 - number for number in self.part if number < AS_COMPUTED]
+
 
 AS_COMPUTED = -1
 """In ``Collective.part`` of a reduction, behind the indices: gradients are sent narrower than they are summed."""
-LACKS_SOME = -2
-"""In ``Collective.part`` of a reduction, behind these: other ranks may have more gradients to send."""
 END = Collective("end", None)
 """The end of a pass, shown to the observer like a collective."""
+
+
+def lacking(index: int) -> int:
+    """Return the number in ``Collective.part`` that says that the parameter ``index`` has no gradient here."""
+    return AS_COMPUTED - 1 - index
 
 
 _FORWARDS = ("forward", "evaluation", "evaluation in a method")

@@ -15,7 +15,7 @@ from fsdp2._torch.hooks import skipped_by_dynamo
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.comm.context import CommContext
 from fsdp2.comm.reduce import Finished, ReducePlan, reduce_chunk
-from fsdp2.engine.collective import AS_COMPUTED, LACKS_SOME, Collective, Launch, ObservedGroup
+from fsdp2.engine.collective import AS_COMPUTED, Collective, Launch, ObservedGroup, lacking
 from fsdp2.engine.gradient_plan import GradientPlan
 from fsdp2.engine.param import FSDPParam, accumulate_gradients, have_gradients, take_gradients
 from fsdp2.engine.phase import Phase, PhaseTracker
@@ -258,7 +258,7 @@ class GroupGradients:
             wanted = [i for i in chunk if there[i] or (i not in offered and (unused or self._must_flush(i)))]
             present = [i for i in wanted if i not in awaited] if awaited else wanted
             if present:
-                lacks = len(present) < len(chunk)
+                lacks = sorted({*chunk}.difference(present)) if len(present) < len(chunk) else ()
                 left |= not self._launch(plan, tuple(present), launch, finished, first=first, lacks=lacks)
                 first = False
         if not left:
@@ -319,12 +319,12 @@ class GroupGradients:
         finished: Finished,
         *,
         first: bool,
-        lacks: bool = False,
+        lacks: Collection[int] = (),
     ) -> bool:
         """Reduce the gradients of these parameters, in one collective of the pass if there are other ranks.
 
-        It is the ``first`` chunk of the group in this backward, or a later one, and ``lacks`` some gradients. Return
-        False if other ranks launch it later: then the gradients stay on the parameters.
+        It is the ``first`` chunk of the group in this backward, or a later one, and ``lacks`` the gradients of some.
+        Return False if other ranks launch it later: then the gradients stay on the parameters.
         """
         store = self._store
         if self._at_once:
@@ -340,7 +340,7 @@ class GroupGradients:
         dtypes = plan.dtypes[indices[0]]
         # On every rank, gradients that have accumulated have the dtype of the sum.
         part = indices if self.unreduced.accumulated or dtypes.wire == dtypes.reduce else (*indices, AS_COMPUTED)
-        return launch(Collective("reduce", self._group, (*part, LACKS_SOME) if lacks else part), reduce)
+        return launch(Collective("reduce", self._group, (*part, *map(lacking, lacks)) if lacks else part), reduce)
 
     def _reduce(self, plan: GradientPlan, indices: tuple[int, ...], finished: Finished) -> None:
         store = self._store

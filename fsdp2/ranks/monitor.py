@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp2.engine.collective import END, LACKS_SOME, Collective, ObservedGroup, PassKind
+from fsdp2.engine.collective import END, Collective, ObservedGroup, PassKind
 from fsdp2.engine.joining import ranks_may_skip
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.agreement import RankAgreement
@@ -160,7 +160,7 @@ class RankMonitor:
         if log.kind is None:  # between passes, and in a pass of one replica alone, nothing is compared
             return
         if log.unscheduled:
-            if LACKS_SOME in collective.part:  # ranks that have these gradients send more, and gloo would abort
+            if collective.lacks:  # ranks that have these gradients send more, and gloo would abort
                 self._meet(collective)
             log.add(collective)
         else:

@@ -56,10 +56,9 @@ class Words:
         if collective.kind == "stay":
             return f"{group.name or 'the root'!r} is gathered since forward in {kind}"
         if collective.kind == "reduce":
-            indices = [i for i in collective.part if i >= 0]
-            names = ", ".join(group.params[i].name for i in indices[:3])
-            names += ", ..." if len(indices) > 3 else ""
-            return f"{text} ({names}{' as computed' if AS_COMPUTED in collective.part else ''})"
+            names = _names(group, [i for i in collective.part if i >= 0])
+            missing = f", without {_names(group, lacks)}" if (lacks := collective.lacks) else ""
+            return f"{text} ({names}{' as computed' if AS_COMPUTED in collective.part else ''}{missing})"
         sent = collective.part[len(group.store.formats_digest) :]
         if group.store.formats_digest:
             encoded = {str(param.formats): param.name for param in group.params if any(param.formats)}
@@ -68,6 +67,10 @@ class Words:
             return f"{text} ({group.store.extensions.describe(sent)})"
         several = sum(other.name == group.name for other in self._root.groups) > 1
         return f"{text} ({group.params[0].name}{', ...' if len(group.params) > 1 else ''})" if several else text
+
+
+def _names(group: ObservedGroup, indices: list[int]) -> str:
+    return ", ".join(group.params[i].name for i in indices[:3]) + (", ..." if len(indices) > 3 else "")
 
 
 def refuse(texts: dict[int, str]) -> str:

@@ -25,7 +25,7 @@ from tests.optim.test_full_params import (
 )
 from tests.optim.test_offload import Pairs
 from tests.support.counting import Collectives
-from tests.support.parity import mesh_1d
+from tests.support.parity import full, mesh_1d
 from tests.support.pool import on_ranks
 
 
@@ -182,3 +182,65 @@ def test_loading_many_small_parameters(rank, world):
         for index, entry in other.state_dict()["state"].items():
             for key, value in given["state"][index].items():
                 assert torch.equal(whole(entry[key]), whole(value))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("how", ["del", "pop"])
+def test_state_that_is_dropped(rank, world, how):
+    """All ranks drop the state of a parameter, to begin anew: the same lines raised a KeyError on all ranks but the
+    owner, and that of a stack, whose matrices have states of their own, was kept."""
+    torch.manual_seed(3)
+    alone = nn.ParameterList([torch.randn(6, 5), torch.randn(3, 4, 4), torch.randn(5)])
+    module = fsdp2.fully_shard(copy.deepcopy(alone), mesh=mesh_1d())
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (alone, module)]
+    fsdp2.use_full_params(optimizers[1], stacked=lambda param: param.ndim == 3)
+    for step in range(4):
+        for model, optimizer in zip((alone, module), optimizers, strict=True):
+            for number, param in enumerate(model):
+                whole = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + number))
+                sharded = isinstance(param, DTensor)
+                param.grad = distribute_tensor(whole, param.device_mesh, param.placements) if sharded else whole
+                if step == 2 and how == "del":
+                    del optimizer.state[param]
+                elif step == 2:
+                    assert set(optimizer.state.pop(param)) == {"step", "exp_avg", "exp_avg_sq"}
+                    assert optimizer.state.pop(param, None) is None
+                    with pytest.raises(KeyError):
+                        optimizer.state.pop(param)
+            optimizer.step()
+    for mine, theirs in zip(module, alone, strict=True):
+        torch.testing.assert_close(full(mine), theirs.detach())
+    for mine, theirs in zip(*(one.state_dict()["state"].values() for one in reversed(optimizers)), strict=True):
+        assert int(mine["step"]) == int(theirs["step"]) == 2
+
+
+class Stacked(nn.Module):
+    """A stack of matrices and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.layer = nn.Parameter(torch.randn(3, 6, 6)), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(x @ self.stack.sum(0)))
+
+
+@on_ranks(2)
+def test_a_stack_that_replaces_another_one(rank, world):
+    """It was added to the optimizer of the old one, and its matrices were stepped on with the old moments."""
+    torch.manual_seed(3)
+    alone = Stacked()
+    module = fsdp2.fully_shard(copy.deepcopy(alone), mesh=mesh_1d())
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (alone, module)]
+    fsdp2.use_full_params(optimizers[1], stacked=lambda param: param.ndim == 3)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))  # of all ranks
+    for step in range(4):
+        for model, optimizer in zip((alone, module), optimizers, strict=True):
+            if step == 2:
+                model.stack = nn.Parameter(torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(2)))
+                optimizer.add_param_group({"params": [model.stack]})
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), theirs in zip(module.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(mine), theirs.detach(), msg=name)

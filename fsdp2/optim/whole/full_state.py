@@ -52,6 +52,22 @@ class OwnedState(dict):
             raise KeyError(param)
         return _Elsewhere(self.names.get(param, []), tuple(param.shape), owners)
 
+    def __delitem__(self, param: Any) -> None:
+        self.pop(param)
+
+    def pop(self, param: Any, *default: Any) -> Any:
+        """Drop the state of a parameter, as all ranks do, and return what ``self[param]`` was.
+
+        Ranks that own nothing of it drop its names.
+        """
+        if not self.names.get(param):
+            return super().pop(param, *default)
+        found = self[param]
+        for key in self.ownership.keys_of(param):
+            super().pop(key, None)
+        del self.names[param]
+        return found
+
 
 class _Elsewhere(Mapping):
     """The state of a parameter that another rank owns, or whose matrices have several owners: names without values.

@@ -251,6 +251,10 @@ class Ownership:
         """Return the global ranks that own ``param`` or its matrices; none if it is not one of the parameters."""
         return sorted(set(self._owners.get(param, ())))
 
+    def keys_of(self, param: Any) -> list[Any]:
+        """Return the keys of the states of ``param`` or its matrices."""
+        return [owned.key for ranks in self.sets for owned in ranks.owned_of.get(param, ())]
+
     def __contains__(self, key: Any) -> bool:
         """Return whether ``key`` is one of the parameters, or stands for a matrix of one."""
         return key in self._owners or key in self._keys

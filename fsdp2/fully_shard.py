@@ -22,6 +22,7 @@ from fsdp2._warn import warn
 from fsdp2.autograd.hooks import hook_forward, hook_loading
 from fsdp2.compression.collectives import compress
 from fsdp2.compression.policy import CompressionPolicy
+from fsdp2.engine.apart import watch_compilation
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.engine.unit import FSDPState, apis_of, get_state, keep_state, register_as_managed
@@ -53,6 +54,7 @@ __all__ = ["fully_shard"]
 
 logger = logging.getLogger("fsdp2")
 hints.watch()
+watch_compilation()
 
 # The FSDP class of each class. Keys and values are weak: a class that is defined in a function or a notebook may keep
 # models alive through its methods.

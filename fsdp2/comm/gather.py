@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from fsdp2._torch.autograd import lasting_tensors
 from fsdp2._torch.tensors import lies_in
 from fsdp2.comm.collectives import Work, all_gather, wire_view
 from fsdp2.comm.pieces import copy_all, piece_pairs
@@ -45,6 +46,20 @@ class Buffer:
     def has(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in this memory."""
         return lies_in(tensor, self._storage)
+
+    def view_apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like ``tensor``, which lies here, with another storage over this memory.
+
+        It must not be used after that is freed. Its offset is the same: a DTensor around ``tensor`` has that, too.
+        """
+        with lasting_tensors():
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            return empty.set_(self._storage[:], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    @property
+    def exists(self) -> bool:
+        """True if there is memory."""
+        return self._storage.nbytes() == self.nbytes
 
     def allocate(self) -> None:
         """Make the memory exist (its content is undefined)."""

@@ -19,6 +19,7 @@ gradient_plan  which of them leave together, in which dtypes and layout
 observer   sees each collective of a pass before it starts
 agreement  what ranks agree on if some of them may skip units
 collective  the collectives of a pass, and the kinds of passes
+apart      full parameters while Dynamo compiles
 buffers    a group's memory
 subgroup   pieces kept on few neighbouring ranks after forward
 portions   pieces for the shard axis, with shard_over_replicas

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,17 +23,25 @@ from fsdp2.engine.formats import ENCODED, digest
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Shown, copy_of, have_locals, show
 from fsdp2.engine.portions import Portions, portion_items
+from fsdp2.engine.registry import Registry
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
 from fsdp2.sharding.packing import NO_LIMIT, FlatPlan, PlannedParam, TransferSizes, plan_flat
 from fsdp2.sharding.spec import on_this_rank
 
-__all__ = ["ShardStore"]
+__all__ = ["ShardStore", "live_stores"]
 
 # Version counters of full parameters without memory: no tensor is changed in place so often, and each gets another one.
 _gone = itertools.count(1 << 30)
 _PACK_ALL = TransferSizes(direct_group_bytes=NO_LIMIT)
+
+_live: Registry[ShardStore] = Registry()
+
+
+def live_stores() -> list[ShardStore]:
+    """Return the memory of every group of the process."""
+    return list(_live)
 
 
 class ShardStore:
@@ -82,6 +90,7 @@ class ShardStore:
         # Grows when parameters, their dtypes or requires_grad, or options change: then reductions are planned again.
         self.revision = 0
         self._place(pieces)
+        _live.add(self)
 
     def for_params(self, params: list[FSDPParam]) -> ShardStore:
         """Return a separate store for some of the parameters, or for copies of them."""
@@ -404,6 +413,15 @@ class ShardStore:
         if self._own_versions is not None:
             set_versions(self._full_params, self._own_versions)
             self._own_versions = None
+
+    def full_apart(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the full parameters in memory, each with a tensor like it in another storage over that memory."""
+        full = self._full_buffer
+        if full is None or not full.exists or not has_memory(full.bytes):
+            return
+        for tensor in map(on_this_rank, self._full_params):
+            if full.has(tensor):
+                yield tensor, full.view_apart(tensor)
 
     def lies_in_full(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a full parameter, or a view of one."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -211,6 +212,73 @@ def test_with_one_more(rank, world, kind):
         program=accumulate if kind == "accumulated" else train,
         against="torch" if kind in ("cast", "accumulated") else "alone",
     )
+
+
+class Branches(nn.Module):
+    """A block with a higher-order operator, whose branches compute with several parameters."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__()
+        self.operator = operator
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.operator == "cond":
+            return torch.cond(x.square().sum() > 0, lambda x: self.up(x), lambda x: self.down(x), (x,))
+        if self.operator == "scan":
+            return scan(lambda carry, row: (self.up(carry).tanh(), self.down(row)), x[0], x)[1] + x
+        return self._region(self._region(x))
+
+    @torch.compiler.nested_compile_region
+    def _region(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh())
+
+
+class WithBranches(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branches(operator) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+differentiates_scans = pytest.mark.skipif(
+    not api.torch_since("2.13"), reason="torch 2.11 cannot differentiate this scan, with its own fully_shard either"
+)
+
+
+def not_compiled(module: Any, shard: Callable[..., Any], **options: Any) -> None:
+    """Leave compilation to the operator, which compiles its branches."""
+    for block in module.blocks:
+        shard(block)
+
+
+@on_ranks(2, limit=180)
+@composes("compile")
+@pytest.mark.parametrize(
+    ("operator", "way"),
+    [
+        ("cond", not_compiled),
+        ("nested_compile_region", in_place_after),
+        pytest.param("cond", in_place_before, marks=pytest.mark.slow),
+        pytest.param("scan", whole, marks=[pytest.mark.slow, differentiates_scans]),
+    ],
+)
+def test_higher_order_operators(rank, world, operator, way):
+    """Dynamo refuses inputs of them that share a storage, as all full parameters of a unit do."""
+
+    def program(run: Run) -> None:
+        for step in range(2):
+            run.backward(step)
+            run.update()
+
+    build = partial(WithBranches, operator)
+    assert_same_training(compiled(way, "aot_eager"), build=build, program=program)
 
 
 @composes("compile", "hybrid sharding")

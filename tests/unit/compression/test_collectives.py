@@ -23,6 +23,12 @@ def test_one_part_in_thirty_two_may_be_padding(numel: int, encoded: bool) -> Non
     assert (formats(numel) != Formats()) == encoded
 
 
+@pytest.mark.parametrize(("min_numel", "encoded"), [(1056, True), (1057, False)])
+def test_the_smallest_parameter_that_is_encoded(min_numel: int, encoded: bool) -> None:
+    policy = CompressionPolicy(torch.int8, block=528, min_numel=min_numel)
+    assert (formats(528, policy) != Formats()) == encoded
+
+
 @pytest.mark.parametrize("skipped", ["weight", "bias"])
 def test_what_the_user_skips_is_not_encoded(skipped: str) -> None:
     policy = CompressionPolicy(torch.int8, block=528, min_numel=1, skip=lambda name, param: name == skipped)

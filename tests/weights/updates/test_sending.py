@@ -120,6 +120,24 @@ def test_a_part_of_the_ranks(rank, world):
     assert torch.equal(receiver.tensors["weight"], full(alone.weight))
 
 
+@on_ranks(1)
+def test_a_part_of_an_update_has_no_version(rank, world):
+    """Tensors of two updates are mixed until its last bucket is written."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shard_each(module, fsdp2, mesh=mesh_1d())
+    receiver, sender = WeightReceiver(), WeightSender(module, bucket_mb=1e-4)
+    versions = []
+
+    def deliver(bucket):
+        receiver.apply(bucket)
+        versions.append(receiver.version)
+
+    for _ in range(2):
+        sender.send(deliver)
+    half = len(versions) // 2
+    assert half > 1 and versions == [*[None] * (half - 1), 1, *[None] * (half - 1), 2]
+
+
 def named(width: int = 6) -> nn.Sequential:
     """Return layers with the names of attention, a gated network and a stack."""
     torch.manual_seed(0)

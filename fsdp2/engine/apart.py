@@ -13,7 +13,7 @@ import torch
 from fsdp2._torch.compile import around_compilation
 from fsdp2.engine.buffers import live_stores
 
-__all__ = ["join_again", "watch_compilation"]
+__all__ = ["share_again", "watch_compilation"]
 
 _apart: list[tuple[torch.Tensor, torch.Tensor]] = []
 """Full parameters, and what they were before."""
@@ -21,18 +21,18 @@ _apart: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 def watch_compilation() -> None:
     """Set full parameters apart whenever Dynamo compiles, from now on."""
-    around_compilation(_set_apart, join_again)
+    around_compilation(_set_apart, share_again)
 
 
 def _set_apart() -> None:
-    join_again()
+    share_again()
     for store in live_stores():
         for tensor, apart in store.full_apart():
             _apart.append((tensor, tensor.data))
             tensor.data = apart
 
 
-def join_again() -> None:
+def share_again() -> None:
     """Let full parameters share a storage again, before that is freed: the others would still have its address.
 
     An interrupt may keep this from ending. So the next forward calls it, too.

@@ -15,7 +15,7 @@ from fsdp2._torch.tensors import FakeTensor
 from fsdp2.autograd.hooks import ChildList
 from fsdp2.comm.collectives import chunks_in_flight
 from fsdp2.comm.context import CommContext
-from fsdp2.engine.apart import join_again
+from fsdp2.engine.apart import share_again
 from fsdp2.engine.backward import BackwardPass, Synchronization
 from fsdp2.engine.collective import PassKind
 from fsdp2.engine.forward import ForwardPass
@@ -220,7 +220,7 @@ class RootContext(Generic[U]):
         # inside its own call does not come here.)
         if earlier is not None and earlier.outermost is not unit and self.all_states[0] is not unit:
             return earlier
-        join_again()
+        share_again()
         self._check_last_iteration_ended()
         self._refuse_old_values()
         self._check_modes()

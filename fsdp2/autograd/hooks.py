@@ -36,6 +36,7 @@ __all__ = [
     "after_steps",
     "around_loading_once",
     "hook_error",
+    "hook_every_step",
     "hook_forward",
     "hook_gradient",
     "hook_loading",
@@ -216,6 +217,14 @@ def hook_optimizers(before_step: Callable[..., None], after_step: Callable[..., 
     """Call functions before and after ``step`` of every optimizer in the process, also of optimizers built later."""
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
+
+
+def hook_every_step(before: Callable[[], None]) -> RemovableHandle:
+    """Call ``before`` ahead of the other hooks of every step. The caller removes the handle.
+
+    A wrapper around an optimizer, such as accelerate's, has no hooks of its own.
+    """
+    return register_optimizer_step_pre_hook(lambda *unused: before())
 
 
 def hook_next_step(optimizer: torch.optim.Optimizer, before: Callable[[], None]) -> RemovableHandle:

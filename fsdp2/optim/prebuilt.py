@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp2._torch.autograd import explicit_grad_dtype
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.optimizers import around_use, split_averages
-from fsdp2.autograd.hooks import hook_modules, hook_next_step, hook_optimizers, hook_registrations
+from fsdp2.autograd.hooks import hook_every_step, hook_modules, hook_optimizers, hook_registrations
 from fsdp2.engine.index import (
     follow_parametrization,
     managed_sites,
@@ -125,7 +125,7 @@ def _making_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             if param.grad is not None:
                 lend_gradient(param, param.grad.to(dtype))
 
-    handle = hook_next_step(optimizer, cast)
+    handle = hook_every_step(cast)
     try:
         for param in wanted:
             param.grad_dtype = None

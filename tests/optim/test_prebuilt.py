@@ -373,3 +373,37 @@ def test_a_state_that_cannot_be_made(rank, world):
     handle.remove()
     optimizer.zero_grad()
     get_optimizer_state_dict(module, optimizer)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Passes on to another optimizer, and has no hooks: accelerate's, which the Trainer saves, is like that."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def step(self, closure: Any = None) -> None:
+        """Take a step of the other one."""
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear its gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+        return self.optimizer.state_dict()
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_checkpoints_of_a_wrapper(rank, world, grad_dtype):
+    """torch.distributed.checkpoint makes the state of what it wraps."""
+    module = fsdp2.fully_shard(nn.Linear(4, 4, dtype=torch.bfloat16), mesh=mesh_1d())
+    for param in module.parameters() if grad_dtype else ():
+        param.grad_dtype = grad_dtype
+    state = get_optimizer_state_dict(module, Wrapper(Momentum(module.parameters())))["state"]
+    assert {entry["moment"].dtype for entry in state.values()} == {grad_dtype or torch.bfloat16}

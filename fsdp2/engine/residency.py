@@ -293,8 +293,11 @@ class Residency:
             launch(Collective("gather", self._group, (*store.formats_digest, *sent)), start, optional=optional)
 
     def _refuse_capture(self) -> None:
-        """Raise RuntimeError if a graph would capture copies of shards from the host: the host waits for them."""
-        if self.store.offloads and self.comm.lanes.compute.captured:
+        """Raise RuntimeError if a graph would capture copies of shards that are on the host, which waits for these.
+
+        Ask before the gather is launched: ranks that capture nothing would wait for it.
+        """
+        if self.comm.lanes.compute.captured:
             raise RuntimeError(
                 f"{self.name or 'the root'}: got a gather that is captured in a CUDA graph, expected one outside of a "
                 "capture: CPUOffloadPolicy keeps the shards on the host, which waits for copies of them. Shard without "
@@ -361,7 +364,9 @@ class Residency:
         self._start_portions(launch)
 
     def _start_portions(self, launch: Launch, *, optional: bool = False) -> bool:
-        self._refuse_capture()
+        portions = self.store.portions
+        if portions is not None and portions.gather_buffers.from_host:
+            self._refuse_capture()
         return launch(Collective("gather over replicas", self._group), self._launch_portions, optional=optional)
 
     def _have_portions(self, launch: Launch, *, optional: bool, in_backward: bool) -> bool:

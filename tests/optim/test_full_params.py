@@ -29,7 +29,7 @@ from fsdp2.optim.whole import exchange, full_params
 from fsdp2.optim.whole.ownership import RankSet
 from fsdp2.tools.check.strict import LiveBytes
 from tests.support.composition import composes
-from tests.support.parity import fulls, mesh_1d, mesh_2d, mesh_of, shard_each
+from tests.support.parity import fulls, mesh_1d, mesh_2d, mesh_of, placed_like, shard_each
 from tests.support.pool import POOL, on_ranks
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -344,17 +344,10 @@ def test_matrices_that_have_taken_other_numbers_of_steps(rank, world):
         for model, optimizer in zip(models, optimizers, strict=True):
             for index, param in enumerate(model.parameters()):
                 whole = torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * step + index))
-                param.grad = None if step and index == step else distribute_like(whole, param)
+                param.grad = None if step and index == step else placed_like(whole, param)
             optimizer.step()
     for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(full_of(mine), theirs.detach())
-
-
-def distribute_like(whole: Tensor, param: Tensor) -> Tensor:
-    """Return ``whole`` placed as ``param`` is."""
-    if not isinstance(param, DTensor):
-        return whole
-    return torch.distributed.tensor.distribute_tensor(whole, param.device_mesh, param.placements)
 
 
 class Numbered(torch.optim.Optimizer):

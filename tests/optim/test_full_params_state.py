@@ -25,7 +25,7 @@ from tests.optim.test_full_params import (
 )
 from tests.optim.test_offload import Pairs
 from tests.support.counting import Collectives
-from tests.support.parity import full, mesh_1d
+from tests.support.parity import full, mesh_1d, placed_like
 from tests.support.pool import on_ranks
 
 
@@ -198,8 +198,7 @@ def test_state_that_is_dropped(rank, world, how):
         for model, optimizer in zip((alone, module), optimizers, strict=True):
             for number, param in enumerate(model):
                 whole = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + number))
-                sharded = isinstance(param, DTensor)
-                param.grad = distribute_tensor(whole, param.device_mesh, param.placements) if sharded else whole
+                param.grad = placed_like(whole, param)
                 if step == 2 and how == "del":
                     del optimizer.state[param]
                 elif step == 2:

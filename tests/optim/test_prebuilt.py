@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp2
 from tests.optim.stepping import Model, batch, build
 from tests.support import api
-from tests.support.parity import full, mesh_1d, mesh_of
+from tests.support.parity import full, mesh_1d, mesh_of, placed_like
 from tests.support.pool import on_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -111,15 +111,10 @@ def test_torchs_functions_read_the_groups_of_an_optimizer(rank, world):
 def test_gradients_of_originals_reach_the_shards(rank, world):
     """Gradients that somebody gives the optimizer's parameters are what it steps with, as without sharding."""
     models = [prebuilt(), fresh()]
-    for index, (module, optimizer) in enumerate(models):
+    for module, optimizer in models:
         for param in optimizer.param_groups[0]["params"]:
             if param.requires_grad:
-                value = torch.ones(param.shape)
-                param.grad = (
-                    value
-                    if index == 0
-                    else torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)
-                )
+                param.grad = placed_like(torch.ones(param.shape), param)
         optimizer.step()
         assert all(param.grad is not None for param in module.parameters() if param.requires_grad)
     assert_same_weights(models[0][0], models[1][0])

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement
 from torch.func import functional_call
@@ -107,6 +107,11 @@ def full(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
     return (tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()
+
+
+def placed_like(whole: Tensor, param: Tensor) -> Tensor:
+    """Return ``whole``, which is alike on all ranks, placed as ``param`` is: as a DTensor if that is one."""
+    return distribute_tensor(whole, param.device_mesh, param.placements) if isinstance(param, DTensor) else whole
 
 
 @torch.no_grad()  # then DTensor hands out its local tensor as it is

@@ -220,9 +220,9 @@ def hook_optimizers(before_step: Callable[..., None], after_step: Callable[..., 
 
 
 def hook_every_step(before: Callable[[], None]) -> RemovableHandle:
-    """Call ``before`` ahead of the other hooks of every step. The caller removes the handle.
+    """Call ``before`` at every step, ahead of the optimizer's own hooks. The caller removes the handle.
 
-    A wrapper around an optimizer, such as accelerate's, has no hooks of its own.
+    It also reaches an optimizer inside a wrapper that has no hooks, such as accelerate's.
     """
     return register_optimizer_step_pre_hook(lambda *unused: before())
 

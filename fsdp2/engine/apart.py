@@ -2,8 +2,9 @@
 
 The full parameters of a group lie in one storage: one call frees them all, and views that autograd saved are valid
 again after the next gather. Dynamo takes tensors in one storage for aliases, and refuses these as inputs of
-``torch.cond``, ``while_loop``, ``scan`` and ``nested_compile_region``. What it compiles depends on no storage. So while
-it compiles, full parameters have other storages, over the same memory. Nothing is computed or freed meanwhile.
+``torch.cond``, ``while_loop``, ``scan`` and ``nested_compile_region``. Its graphs and guards do not depend on storages.
+So while it compiles, full parameters have other storages over the same memory. Nothing is gathered or freed meanwhile,
+because hooks run outside of compiled code.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def watch_compilation() -> None:
 
 
 def _set_apart() -> None:
-    share_again()
+    share_again()  # what an interrupt has left
     for store in live_stores():
         for tensor, apart in store.full_apart():
             _apart.append((tensor, tensor.data))

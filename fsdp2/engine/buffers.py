@@ -258,7 +258,7 @@ class ShardStore:
         if all(map(self._is_bias_of_tied, assigned)):
             warn(
                 f"{names}: a tensor was assigned to .data of the sharded parameter, which DTensors ignore. If it was "
-                "tie_weights() of a transformers model, nothing is lost: it assigns what the parameter is. Other "
+                "tie_weights() of a transformers model, nothing is lost: it assigns the values that are there. Other "
                 "values are lost; assign them inside summon_full_params"
             )
             return
@@ -271,9 +271,9 @@ class ShardStore:
     def _is_bias_of_tied(self, param: FSDPParam) -> bool:
         """Return whether ``param`` is the bias of a layer whose weight is tied.
 
-        transformers' ``tie_weights`` assigns to ``.data`` of such a bias what it is, padded to the rows of the weight,
-        so with nothing. It is called by ``init_weights``, and by accelerate when a sharded model was loaded. Nobody can
-        tell afterwards which values were assigned.
+        transformers' ``tie_weights`` pads such a bias to the rows of its weight, which adds nothing where it has as
+        many, and assigns the result to ``.data``. ``init_weights`` calls it, and so does accelerate when it has loaded
+        a sharded model. The assigned values are gone before anybody could compare them.
         """
         weights = [site for other in self.params if len(other.sites) > 1 for site in other.sites]
         tied = {site.module for site in weights if site.name == "weight"}

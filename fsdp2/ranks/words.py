@@ -91,7 +91,7 @@ def _skipping(did: list[_Did | str]) -> str:
     if not units or len(collectives) < len(did):
         return ""
     same = len({one.unit for one in collectives}) == 1
-    if same and not all(one.order[0] for one in units):
+    if same and not all(one.order[0] for one in units):  # one has a gather: they differ in more than gradients
         return ""
     first = min(units, key=lambda one: one.order)  # ranks that are further on have skipped this unit
     name = repr(first.unit) if first.unit else "the root"

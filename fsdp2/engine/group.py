@@ -432,6 +432,8 @@ class FSDPParamGroup:
             self.reshard()
         else:
             self.residency.keep()
+            if self.frees_after_backward:
+                self.residency.show_shards()  # it stays for later backwards alone: gradients are on the shards
         self.comm.start_postponed()  # into the memory that the group has just left, and before its gradients are packed
         if self.store.options.reduce_gradients:
             self.gradients.reduce_rest(launch)

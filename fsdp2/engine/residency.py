@@ -15,7 +15,7 @@ forward, or what the caller asked for with ``unshard()``. What can be used later
 was made of: a forward that finds others gathers anew.
 
 The modules show what is in memory, with two exceptions: while a state dict is taken, they show shards, so that saving
-neither frees nor gathers, and a unit that stays in memory for backward alone shows shards until then. ``summoned``
+neither frees nor gathers, and a unit that stays in memory for a backward alone shows shards until then. ``summoned``
 suspends all of it for ``summon_full_params``.
 """
 

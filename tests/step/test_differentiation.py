@@ -340,6 +340,26 @@ def test_a_hook_on_the_output_computes_with_weights(rank, world, inner):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_gradients_are_clipped_behind_a_backward_that_creates_a_graph(rank, world, reshard):
+    """Its groups stay in memory for a backward of the backward, and their modules showed full parameters, which have no
+    gradients: ``torch.nn.utils.clip_grad_norm_`` clipped nothing. What stays can still be differentiated."""
+    both = beside_one_process(layers, reshard_after_forward=reshard)
+    for step in range(2):
+        for model in both:
+            x = torch.full((2, 4), 0.5 + step, requires_grad=True)
+            model(x).tanh().sum().backward(create_graph=True)
+            if step == 1:
+                x.grad.square().sum().backward()
+            x.grad = None  # its graph holds ``x``, which holds it
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        assert_gradients(*both, step)
+        for model in both:
+            torch.optim.SGD(model.parameters(), 0.1).step()
+            model.zero_grad()
+
+
+@on_ranks(2)
 @pytest.mark.xfail(
     strict=True, reason="torch's layers that are cut over ranks lose a sum over these in a second backward"
 )

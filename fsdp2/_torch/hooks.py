@@ -48,6 +48,10 @@ _ALL_SKIPPED = _frames._FrameExecStrategy(_SKIP, _SKIP)
 # The number of active modes. Every hook calls it, so it must be fast.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
+# The mode with which ``make_fx`` writes down operators; nothing public tells whether it is active.
+_get_mode = torch._C._get_dispatch_mode
+_WRITES_DOWN = torch._C._TorchDispatchModeKey.PROXY
+
 # Selective checkpointing stores results by operation and count. A gather that runs only in the forward, or only in the
 # recomputation, would make it return wrong results or raise an error.
 _names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
@@ -133,8 +137,11 @@ def fakes_results() -> bool:
 
 
 def is_exporting() -> bool:
-    """Return True inside ``torch.export``, ``torch.onnx.export`` and ``torch.jit.trace``."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    """Return True inside ``torch.export``, ``torch.onnx.export``, ``torch.jit.trace`` and ``make_fx``.
+
+    ``torch.func.linearize`` calls the last of them.
+    """
+    return torch.jit.is_tracing() or torch.compiler.is_exporting() or _get_mode(_WRITES_DOWN) is not None
 
 
 def dynamo_is_tracing() -> bool:

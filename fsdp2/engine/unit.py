@@ -552,9 +552,10 @@ class FSDPState(ComposableState):
         """Raise RuntimeError inside a function of torch that writes down what a forward does, for other programs."""
         if is_exporting():
             raise RuntimeError(
-                f"{self.name or 'the root'}: forward inside torch.export, torch.onnx.export or torch.jit.trace, which "
-                "cannot record how parameters are gathered; got shards, expected full parameters. On all ranks, export "
-                "inside `with torch.no_grad(), fsdp2.summon_full_params(model, writeback=False):`"
+                f"{self.name or 'the root'}: forward inside torch.export, torch.onnx.export, torch.jit.trace, make_fx "
+                "or torch.func.linearize, which cannot record how parameters are gathered; got shards, expected full "
+                "parameters. On all ranks, export inside `with torch.no_grad(), fsdp2.summon_full_params(model, "
+                "writeback=False):`"
             )
 
     def _prefetch_forward(self, run: ForwardPass, following: list[FSDPParamGroup | None]) -> None:

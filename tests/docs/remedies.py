@@ -23,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -857,7 +858,10 @@ def exports(rank: int) -> Iterator[Callable[[], object]]:
     yield lambda: torch.jit.trace(module, data)
     with torch.no_grad(), fsdp2.summon_full_params(module, writeback=False):
         exported = [torch.export.export(module, (data,)).module(), torch.jit.trace(module, data)]
+        exported.append(make_fx(lambda x: module(x))(data))
+        output, _ = torch.func.linearize(module, data)
     expected = module(data)
+    torch.testing.assert_close(output, expected)
     for function in exported:
         torch.testing.assert_close(function(data), expected)
     goes_on(module)

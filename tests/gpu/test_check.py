@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.devices import places
+from tests.gpu.devices import environment, places
 from tests.support import api
 from tests.tools.check.launching import check
 
 pytestmark = api.fsdp2_only
-ON_GPUS = [one for one in places(1, 2) if one not in ((1, "cpu"), (2, "cpu"))]
+ON_GPUS = [one for one in places(1, 2, 4) if one[1:] != ("cpu",)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "device"), ON_GPUS)
 def test_nothing_is_wrong(world, device, tmp_path):
-    """The verdict of every check, one rank on each GPU."""
-    done = check(tmp_path, world, "--device", device, cuda=True)
+    """The verdict of every check, on GPUs that ranks may share."""
+    done = check(tmp_path, world, "--device", device, each=environment)
     assert done.statuses == [0] * world, done.output
     assert done.verdicts["streams"] == "right" and done.report["hardware"]

@@ -1,7 +1,6 @@
 """Training on GPUs with NCCL; the same bodies run on CPUs with gloo, where streams do nothing.
 
-NCCL takes no two ranks on one GPU. So with a single one, what is checked is streams, memory and placement, with the
-``fake`` process group in the place of other ranks; collectives are checked where there are two.
+Ranks share a GPU if there are fewer (``devices.py``).
 """
 
 from __future__ import annotations
@@ -128,11 +127,12 @@ def train_alone(device: str, policy: MixedPrecisionPolicy) -> list[Tensor]:
 @policies
 @transfers
 @pytest.mark.parametrize("replicas", [False, True])
-@on_devices(1, 2)
+@on_devices(1, 2, 4)
 def test_parity(rank, world, device, policy, transfer, replicas):
     """Losses and parameters are torch's, and those of a single process on the whole batch; also as mere replicas."""
     names = ("replicate", "shard")
-    mesh = init_device_mesh(device, (world, 1) if replicas else (1, world), mesh_dim_names=names)
+    copies = min(world, 2) if replicas else 1
+    mesh = init_device_mesh(device, (copies, world // copies), mesh_dim_names=names)
     ours = shard(build(device), mesh, transfer=transfer, mp_policy=policy)
     theirs = shard(build(device), mesh, api.theirs, mp_policy=policy)
     losses, found = train(ours, rank, world, device)

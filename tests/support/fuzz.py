@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture.engine import ConjectureRunner
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from fsdp2.sharding.platform import simulated, using
 from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.models import Case, rows
-from tests.support.parity import assert_close_together, forward_alone, full, fulls, rows_of
+from tests.support.parity import assert_close_together, device, forward_alone, full, fulls, rows_of
 from tests.support.shapes import first_tensor, loss_of
 from tests.support.stores import STORES, meeting_in
 from tests.support.streams import Device
@@ -212,6 +213,21 @@ def drawn_anew(test: F) -> F:
     return cast(F, run)
 
 
+def drawn(number: int, count: int) -> list[Fuzz]:
+    """Return ``count`` programs, the same for the same number."""
+    found: list[Fuzz] = []
+
+    @drawn_anew
+    @seed(number)
+    @settings(max_examples=count, phases=[Phase.generate], database=None, deadline=None)
+    @given(program=programs())
+    def note(program: Fuzz) -> None:
+        found.append(program)
+
+    note()
+    return found
+
+
 @dataclass
 class Execution:
     """A program on one of the two runs; ``fsdp`` is None in the single process, which stands for this rank as well."""
@@ -225,7 +241,7 @@ class Execution:
 
     def __post_init__(self) -> None:
         self.plan = self.program.plan
-        self.model: Any = self.plan.build(self.world)
+        self.model: Any = self.plan.build(self.world).to(device())
         self.case = Case(self.plan.build, rows(WIDTH, grad=self.plan.input_needs_grad))
         across = self.plan.across(self.world)
         self.count = self.world // across  # of ranks with rows of their own
@@ -246,7 +262,7 @@ class Execution:
         scheduled = self.program.optimizer == "scheduled"
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5) if scheduled else None
         scaler = fsdp2.ShardedGradScaler if self.is_ours else torch.amp.GradScaler
-        self.scaler = scaler("cpu", init_scale=8.0, growth_interval=2, enabled=self.program.scaled)
+        self.scaler = scaler(device(), init_scale=8.0, growth_interval=2, enabled=self.program.scaled)
         self.divide(self.model)
         for tree in (self.model.tree, *trees(self.model)):
             tree.alone = self.fsdp is None
@@ -297,7 +313,8 @@ class Execution:
 
     def inputs(self, batch: int, part: int) -> tuple[Any, ...]:
         """Return the rows of one rank."""
-        return rows_of(self.case.inputs(batch), part, self.count)
+        rows = rows_of(self.case.inputs(batch), part, self.count)
+        return tuple(value.detach().to(device()).requires_grad_(value.requires_grad) for value in rows)
 
     def output(self, module: nn.Module, inputs: tuple[Any, ...], part: int) -> Any:
         """Return what a module returns on one rank, cast as the policy says."""
@@ -512,7 +529,7 @@ class Execution:
         self.frees = False
         for unit in kept:
             unit.unshard()
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=device())
         counts = {part: 1 + (batch + part) % 3 for part in self.parts}
         for part, count in counts.items():
             for micro in range(count):
@@ -587,7 +604,7 @@ class Execution:
             with torch.no_grad(), fsdp2.use_weights(self.model):
                 pass
         elif how == "move":
-            self.model.to("cpu")
+            self.model.to(device())
         else:
             self.units[0].get_pending_gradients()
 
@@ -730,7 +747,7 @@ class Execution:
             path = folder_of_all()
             dcp.save(values, checkpoint_id=path)
             plan = replace(self.plan, mesh=mesh, placement=placement, tensor_parallel=tensor_parallel, compiled="")
-            model = plan.build(self.world)
+            model = plan.build(self.world).to(device())
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
@@ -743,7 +760,7 @@ class Execution:
     def sleep(self) -> None:
         """Move the model to where it is."""
         self.update(True)
-        self.model.to("cpu")
+        self.model.to(device())
 
     def reset(self) -> None:
         """Recover without need."""
@@ -821,8 +838,10 @@ def run(rank: int, world: int, program: Fuzz, against_torch: bool = False) -> bo
     except RuntimeError:
         return False
     sharded = [api.ours, api.theirs] if against_torch else [api.ours]
-    # A CPU has no memory apart from the host's; what is offloaded is on the host in any case.
-    apart = mock.patch("fsdp2.optim.host_state.has_host", return_value=program.host and not program.plan.offload)
+    apart: Any = contextlib.nullcontext()
+    if device() == "cpu":  # which has no memory apart from the host's; what is offloaded is on the host in any case
+        pretended = program.host and not program.plan.offload
+        apart = mock.patch("fsdp2.optim.host_state.has_host", return_value=pretended)
     with meeting_in(program.store), apart:
         runs = [Execution(program, fsdp, rank, world).execute(program.steps) for fsdp in sharded]
     for seen in runs:

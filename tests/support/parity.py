@@ -8,10 +8,11 @@ cast-back to autograd.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from types import ModuleType
@@ -76,6 +77,26 @@ def on_two_axes(module: Any, fsdp: Any, **options: Any) -> None:
 _meshes: weakref.WeakKeyDictionary[Any, dict[object, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
+_device = "cpu"
+
+
+def device() -> str:
+    """Return the kind of device that meshes are made of: CPUs, unless ``on_device`` says otherwise."""
+    return _device
+
+
+@contextlib.contextmanager
+def on_device(kind: str) -> Iterator[None]:
+    """Make meshes of devices of this kind inside the block, where results are as exact as on a CPU."""
+    global _device
+    before, _device = _device, kind
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        try:
+            yield
+        finally:
+            _device = before
+
+
 def mesh_of(*sizes: int, names: Sequence[str] = ()) -> DeviceMesh:
     """Return the mesh of these sizes and names: one object per default process group.
 
@@ -86,9 +107,9 @@ def mesh_of(*sizes: int, names: Sequence[str] = ()) -> DeviceMesh:
     if world not in _meshes:
         _clear_sharding_prop_cache()
         _meshes[world] = {}
-    key = (sizes, tuple(names))
+    key = (device(), sizes, tuple(names))
     if key not in _meshes[world]:
-        _meshes[world][key] = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(names) or None)
+        _meshes[world][key] = init_device_mesh(device(), sizes, mesh_dim_names=tuple(names) or None)
     return _meshes[world][key]
 
 
@@ -528,7 +549,7 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, what: str, allo
         return
     assert actual.shape == expected.shape, f"{what}: got shape {actual.shape}, expected {expected.shape}"
     assert actual.dtype == expected.dtype, f"{what}: got {actual.dtype}, expected {expected.dtype}"
-    error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
+    error = (actual.double().cpu() - expected.double().cpu()).abs().max().item() if expected.numel() else 0.0
     assert error <= allowed, f"{what}: off by {error:.3g}, allowed {allowed:.3g}\ngot {actual}\nexpected {expected}"
 
 

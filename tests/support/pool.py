@@ -63,7 +63,10 @@ class Rank:
 
 @dataclass
 class Pool:
-    """The processes, started when first needed."""
+    """The processes, started when first needed.
+
+    ``backend`` is that of their default group, ``environment`` returns the variables of a rank.
+    """
 
     ranks: list[Rank] = field(default_factory=list)
     generation: int = 0
@@ -71,6 +74,8 @@ class Pool:
     store: Any = None
     grace: float = GRACE_SECONDS
     longest: float = math.inf
+    backend: str = "gloo"
+    environment: Callable[[int], Mapping[str, str]] = lambda rank: processes.NO_GPU
 
     def run(self, world: int, function: Callable[..., Any], kwargs: Mapping[str, Any], limit: float) -> list[Any]:
         """Run ``function(rank, world, **kwargs)`` on ``world`` ranks and return their values in rank order.
@@ -151,7 +156,8 @@ class Pool:
             )
         parent_end, worker_end = Pipe()
         log = tempfile.NamedTemporaryFile()  # noqa: SIM115 (open as long as the process)
-        process = processes.start(worker.main, index, worker_end, self.store.port, log=log.name)
+        arguments = (index, worker_end, self.store.port, self.backend)
+        process = processes.start(worker.main, *arguments, log=log.name, environment=self.environment(index))
         worker_end.close()
         return Rank(process, parent_end, log)
 

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -30,14 +30,23 @@ PRELOADED = (
 )
 
 
-def start(target: Callable[..., None], *arguments: Any, log: str, daemon: bool = True) -> ForkServerProcess:
-    """Start a process that runs ``target`` with picklable arguments, has no GPU, and writes to the file ``log``.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
-    One that starts others is not a daemon.
+
+def start(
+    target: Callable[..., None],
+    *arguments: Any,
+    log: str,
+    daemon: bool = True,
+    environment: Mapping[str, str] = NO_GPU,
+) -> ForkServerProcess:
+    """Start a process that runs ``target`` with picklable arguments and writes to the file ``log``.
+
+    It has the variables of ``environment``, by default no GPU. One that starts others is not a daemon.
     """
     context: ForkServerContext = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])
-    process = context.Process(target=_run, args=(target, arguments, log), daemon=daemon)
+    process = context.Process(target=_run, args=(target, arguments, log, dict(environment)), daemon=daemon)
     process.start()
     return process
 
@@ -66,14 +75,14 @@ def _execute(program: str) -> None:
     os._exit(status)
 
 
-def _run(target: Callable[..., None], arguments: tuple[Any, ...], log: str) -> None:
+def _run(target: Callable[..., None], arguments: tuple[Any, ...], log: str, environment: Mapping[str, str]) -> None:
     # The server ends when nobody holds this descriptor any longer: it is pytest's alone.
     os.close(forkserver._forkserver._forkserver_alive_fd)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)
-    os.environ.update(GLOO_SOCKET_IFNAME=loopback(), CUDA_VISIBLE_DEVICES="")
+    os.environ.update(GLOO_SOCKET_IFNAME=loopback(), **environment)
     import torch
 
     torch.set_num_threads(1)

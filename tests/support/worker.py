@@ -82,8 +82,9 @@ def live_modules() -> list[str]:
 class Worker:
     """Serves jobs for one rank, one after the other."""
 
-    def __init__(self, rank: int, connection: Connection, port: int) -> None:
+    def __init__(self, rank: int, connection: Connection, port: int, backend: str = "gloo") -> None:
         self.rank = rank
+        self.backend = backend
         self.connection = connection
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
         self.generation = -1
@@ -125,7 +126,7 @@ class Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group(
-            "gloo",
+            self.backend,
             store=dist.PrefixStore(f"generation{job.generation}", self.store),
             rank=self.rank,
             world_size=job.world,
@@ -166,16 +167,18 @@ def share_event_loop() -> None:
     dist.ProcessGroupGloo.__init__ = init
 
 
-def main(rank: int, connection: Connection, port: int) -> None:
-    """Set this process up and serve."""
+def main(rank: int, connection: Connection, port: int, backend: str) -> None:
+    """Set this process up and serve, with default process groups of this backend."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
-    # torch's own asks for the seeds of devices that are not here, and writes down where from: milliseconds each time.
-    torch.manual_seed = torch.default_generator.manual_seed
+    if backend == "gloo":
+        # torch's own asks for the seeds of devices that are not here, and writes down where from: milliseconds each
+        # time.
+        torch.manual_seed = torch.default_generator.manual_seed
     share_event_loop()
-    worker = Worker(rank, connection, port)
+    worker = Worker(rank, connection, port, backend)
     live_modules()
     worker.serve()
     if dist.is_initialized():

@@ -9,14 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tests.support import ROOT
-from tests.support.processes import loopback, start
+from tests.support.processes import NO_GPU, loopback, start
 
 LIMIT_SECONDS = 400.0
 PLANTED = Path(__file__).with_name("planted.py")
@@ -41,14 +41,16 @@ class Checked:
         return next(row for row in self.report["right"] if row["name"] == name)
 
 
-def check(folder: Path, world: int, *arguments: str, cuda: bool = False) -> Checked:
-    """Run the command on so many processes; with one, without a launcher."""
+def check(
+    folder: Path, world: int, *arguments: str, each: Callable[[int], Mapping[str, str]] = lambda rank: NO_GPU
+) -> Checked:
+    """Run the command on so many processes; with one, without a launcher. ``each`` has the variables of a rank."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": loopback()}
-    environment |= {} if cuda else {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "fsdp2", "check", *arguments]
     processes = []
     for rank, own in enumerate(_environments(world)):
+        own |= each(rank)
         with (folder / f"output-{rank}").open("w") as file:
             processes.append(
                 subprocess.Popen(command, cwd=folder, env=environment | own, stdout=file, stderr=subprocess.STDOUT)

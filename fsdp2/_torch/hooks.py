@@ -79,12 +79,12 @@ def outside_dynamo(method: _M, among_modes: Callable[..., Any] | None = None) ->
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         called = method if among_modes is None or not dispatch_modes() else among_modes
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is None:
+        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+        if disable is None:  # not imported, or another thread is importing it just now: then nothing is compiled
             return called(*args, **kwargs)
         if not disabled:
             why = "fsdp2's hooks are not compiled"
-            disabled.append(dynamo.disable(among_modes or method, recursive=True, reason=why))
+            disabled.append(disable(among_modes or method, recursive=True, reason=why))
         if _compile_callback() is None:
             return called(*args, **kwargs)
         return disabled[0](*args, **kwargs)

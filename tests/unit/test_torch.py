@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -511,6 +512,13 @@ def test_compilation_breaks_at_what_is_outside() -> None:
 
     assert function(torch.ones(2)).tolist() == [9.0, 9.0]
     assert compiling and not any(compiling)
+
+
+def test_what_is_outside_runs_while_another_thread_imports_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is there then, and empty: of two threads that built their first optimizers, one raised an error."""
+    outside = _torch.outside_dynamo(lambda x: x + 1)
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    assert outside(1) == 2
 
 
 @probes("skipped_by_dynamo")

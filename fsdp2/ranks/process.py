@@ -275,15 +275,18 @@ def watch_waits(mesh: DataParallelMesh) -> None:
 
 
 def monitor_ranks(root: RootContext, kind: PassKind, error: Exception | None) -> RankMonitor | None:
-    """Compare the units of ``root`` on all ranks, and return the monitor; None if there is only one process.
+    """Compare the units of ``root`` on all ranks, and return the monitor; None if nothing is compared.
 
     Raises:
         RuntimeError: Parameters or options differ, or another rank passes an ``error``. Every rank raises it.
         Exception: The ``error`` of this rank.
     """
-    process, groups = _this_process() if _enabled else None, root.groups
+    groups = root.groups
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.mesh.size(), default=None)
-    if process is None or mesh is None or mesh.mesh.size() == 1:
+    if not _enabled or mesh is None or mesh.mesh.size() == 1:
+        return None
+    process = _this_process()  # not before: it connects to the store, whose host may have ended
+    if process is None:
         return None
     ranks = tuple(listed_ranks(mesh.mesh))
     # Groups on a smaller mesh (experts) may differ between ranks in number, shape and values.

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2._torch.collectives import default_store
@@ -227,6 +228,23 @@ def test_the_host_of_the_store_is_gone_before_the_first_forward():
     ended = run_apart(host_is_gone, 3, "rank 0")
     assert [one.status for one in ended] == [0, 1, 1], ended
     assert all("(rank 0, unless a launcher does) has ended" in one.output for one in ended[1:]), ended
+
+
+def each_on_its_own(rank: int, world: int) -> None:
+    """Each rank trains a model of its own; the others come to their first forward when rank 0 has ended."""
+    store = default_store().clone()
+    mesh = [DeviceMesh("cpu", [other]) for other in range(world)][rank]
+    dist.barrier()
+    if rank > 0:
+        with contextlib.suppress(dist.DistNetworkError):
+            store.wait(["nothing"], LIMIT)
+    train(sharded(TWO, mesh=mesh))
+
+
+def test_a_model_on_one_rank_needs_no_store():
+    """Its ranks are not compared. It looked for the store all the same, and raised if the host of that had ended."""
+    ended = run_apart(each_on_its_own, 2, "rank 0")
+    assert [one.status for one in ended] == [0, 0], ended
 
 
 def test_a_connection_begins_with_the_timeout_of_the_store():

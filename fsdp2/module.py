@@ -362,7 +362,8 @@ class FSDPModule(TorchFSDPModule):
         format each parameter is sent; then ``comm`` need not gather itself.
 
         Raises:
-            RuntimeError: ``comm`` changes formats, and a forward or backward is running, or a backward is expected.
+            RuntimeError: A forward or backward of the module is running; or ``comm`` changes formats, and a backward is
+                expected.
             ValueError: The parameters of a unit are on several meshes, or only some of them are on the CPU; or ``comm``
                 chooses formats, and so does ``compression``.
         """
@@ -447,6 +448,7 @@ class FSDPModule(TorchFSDPModule):
         """Allocate communication buffers with the process group's own allocator, if it has one.
 
         Raises:
+            RuntimeError: A forward or backward of the module is running.
             AssertionError: A custom all-gather or reduce-scatter is set (torch's contract).
         """
         _bool("enable", enable)
@@ -462,6 +464,7 @@ class FSDPModule(TorchFSDPModule):
         """Allocate communication buffers in symmetric memory.
 
         Raises:
+            RuntimeError: A forward or backward of the module is running.
             NotImplementedError: The backend of the mesh is not NCCL.
             AssertionError: A custom all-gather or reduce-scatter is set (torch's contract).
         """
@@ -491,7 +494,7 @@ class FSDPModule(TorchFSDPModule):
         exchange_bytes: int | None = None,
         recurse: bool = True,
     ) -> None:
-        """Set the sizes in bytes that decide how tensors are sent. Call it before training, because it moves shards.
+        """Set the sizes in bytes that decide how tensors are sent. Call it before training: the first two move shards.
 
         None leaves a size unchanged.
 
@@ -509,6 +512,7 @@ class FSDPModule(TorchFSDPModule):
             recurse: Also set the sizes for all units below this module.
 
         Raises:
+            RuntimeError: A size changes that is about gathers, and a forward or backward of the module is running.
             ValueError: A size is not a number of bytes.
         """
         values = {"direct_param_bytes": direct_param_bytes, "direct_group_bytes": direct_group_bytes}
@@ -593,6 +597,8 @@ class FSDPModule(TorchFSDPModule):
         # All are made and checked before the first one takes effect.
         for unit, group, options in changes:
             group.check_options(options)
+            if options.layout_settings != group.store.options.layout_settings:
+                _check_not_entered(setter, group)
             if options.formats_of != group.store.options.formats_of:
                 _check_between_steps(setter, unit, group)
         for unit, group, options in changes:
@@ -655,14 +661,19 @@ class FSDPModule(TorchFSDPModule):
         return result
 
 
-def _check_between_steps(setter: str, unit: FSDPState, group: FSDPParamGroup) -> None:
-    """Raise RuntimeError if ``group`` is in a pass, or a backward still expects it: the setter moves its shards."""
+def _check_not_entered(setter: str, group: FSDPParamGroup) -> None:
+    """Raise RuntimeError if a pass computes with ``group``: the setter moves its shards, and frees what is gathered."""
     if group.is_entered:
         phase = group.phases.phase.name.lower()
         raise RuntimeError(
             f"{group.name or 'the root'}: {setter} was called while its {phase} runs; expected a call between two "
             "steps. Call it after backward, after reset_iter_state() on the root if that raised"
         )
+
+
+def _check_between_steps(setter: str, unit: FSDPState, group: FSDPParamGroup) -> None:
+    """Raise RuntimeError if a pass computes with ``group``, or a backward still expects its present formats."""
+    _check_not_entered(setter, group)
     if unit.root.pending.expects(group):  # backward needs the buffers that the forward used
         raise RuntimeError(
             f"{group.name or 'the root'}: {setter} was called between a forward and its backward; expected a call "

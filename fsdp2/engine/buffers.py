@@ -27,14 +27,13 @@ from fsdp2.engine.registry import Registry
 from fsdp2.engine.subgroup import SubgroupShards
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.sharding.mesh import DataParallelMesh
-from fsdp2.sharding.packing import NO_LIMIT, FlatPlan, PlannedParam, TransferSizes, plan_flat
+from fsdp2.sharding.packing import FlatPlan, PlannedParam, plan_flat
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["ShardStore", "live_stores"]
 
 # Version counters of full parameters without memory: no tensor is changed in place so often, and each gets another one.
 _gone = itertools.count(1 << 30)
-_PACK_ALL = TransferSizes(direct_group_bytes=NO_LIMIT)
 
 _live: Registry[ShardStore] = Registry()
 
@@ -133,7 +132,7 @@ class ShardStore:
 
     def set_options(self, options: GroupOptions) -> None:
         """Follow ``options``; if they change how shards are sent, move the shards to a new buffer."""
-        moved = self._sizes(options) != self._sizes(self.options)
+        moved = options.gather_sizes != self.options.gather_sizes
         if options.formats_of != self.options.formats_of:
             # Choose all formats before setting the first: the user's function may raise.
             chosen = [param.choose_formats(options.formats_of, param.sharded) for param in self.params]
@@ -158,11 +157,6 @@ class ShardStore:
 
     def _digest(self) -> tuple[int, ...]:
         return digest((param.name_in_unit, param.formats) for param in self.params)
-
-    @staticmethod
-    def _sizes(options: GroupOptions) -> TransferSizes:
-        """Return the transfer sizes of gathers. For a custom all-gather, which has its own memory, all is packed."""
-        return options.sizes if options.custom_gather is None else _PACK_ALL
 
     # ---- what modules show ----
 
@@ -346,7 +340,7 @@ class ShardStore:
         self._gathered_items = portion_items(plain, items, self.mesh) if self.mesh.has_portions else items
         self.full_bytes = sum(item.full_bytes for item in self._gathered_items)
         axis = self.mesh.replicate if self.mesh.has_portions else self.mesh.shard
-        self._plan = plan_flat(items, self._sizes(self.options), coalesced=axis.coalesces)
+        self._plan = plan_flat(items, self.options.gather_sizes, coalesced=axis.coalesces)
         flat = torch.zeros(self._plan.shard_bytes, dtype=torch.uint8, device=device)
         self._flat = flat.pin_memory() if self.pins and device.type == "cpu" else flat
         self.generation += self._full_buffer is not None  # autograd may have saved views of the full parameters
@@ -374,7 +368,7 @@ class ShardStore:
         plan, source, items = self._plan, self._flat, self._gathered_items
         with lasting_tensors():
             if self.mesh.has_portions:
-                sizes = self._sizes(self.options)
+                sizes = self.options.gather_sizes
                 self.portions = Portions(source, self._items, plan, items, sizes, self.mesh, lanes.replicate)
                 plan, source = self.portions.plan, self.portions.bytes
         with lasting_tensors(), lanes.gather.after():
@@ -486,7 +480,7 @@ class ShardStore:
         if self._subgroup is None or self._subgroup.axis.size != size:
             assert self.gather_buffers is not None
             with lasting_tensors():
-                sizes = self._sizes(self.options)
+                sizes = self.options.gather_sizes
                 self._subgroup = SubgroupShards(
                     self._plain, self.gather_buffers, self._plain_fulls, self.mesh, size, sizes
                 )

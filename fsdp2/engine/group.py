@@ -62,8 +62,9 @@ class ComputedWith:
         if self.generation != group.store.generation:
             raise RuntimeError(
                 f"{group.name or 'the root'}: its parameters were cast, moved or laid out anew between forward and "
-                "backward (model.double(), model.to(), set_compression()), so what the forward saved is gone; do so "
-                "before the forward, and call reset_iter_state() on the root module to go on"
+                "backward (model.double(), model.to(), set_transfer_sizes(), set_custom_all_gather()), so what the "
+                "forward saved is gone; do so before the forward, and call reset_iter_state() on the root module to go "
+                "on"
             )
 
     def forget_shards(self) -> None:

@@ -78,9 +78,16 @@ class GroupOptions:
     compression: FormatsOf = field(default_factory=FormatsOf)
 
     @property
+    def gather_sizes(self) -> TransferSizes:
+        """The transfer sizes of gathers alone; the others are defaults. A custom all-gather gets all in one buffer."""
+        if self.custom_gather is not None:
+            return TransferSizes(direct_group_bytes=NO_LIMIT)
+        return TransferSizes(self.sizes.direct_param_bytes, self.sizes.direct_group_bytes)
+
+    @property
     def layout_settings(self) -> tuple[object, ...]:
         """The settings that determine the layout of shards in memory, because they are sent from there."""
-        return self.sizes, self.all_gather, self.formats_of
+        return self.gather_sizes, self.formats_of
 
     @property
     def formats_of(self) -> FormatsOf:

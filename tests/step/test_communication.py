@@ -303,3 +303,44 @@ def test_share_comm_ctx(rank, world):
     run = assert_parity(prepare, program=setting(share, "before"))
     with pytest.raises(ValueError, match="Expects FSDPModule"):
         api.ours.share_comm_ctx([run.module[0], torch.nn.Linear(2, 2)])
+
+
+MOVES = {
+    "set_custom_all_gather": lambda unit: unit.set_custom_all_gather(Gather()),
+    "set_transfer_sizes": lambda unit: unit.set_transfer_sizes(direct_param_bytes=0, direct_group_bytes=0),
+    "set_allocate_memory_from_process_group_for_comm": (
+        lambda unit: unit.set_allocate_memory_from_process_group_for_comm(True)
+    ),
+}
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("setter", MOVES)
+def test_a_setter_that_moves_shards_inside_a_pass(rank, world, setter):
+    """It is refused, and the pass goes on. It freed what the unit computed with, so an operator or autograd raised."""
+    model = sharded(lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 4)))
+    refused = []
+
+    def call(*_):
+        with pytest.raises(RuntimeError, match=f"0: {setter} was called while its (forward|backward) runs") as error:
+            MOVES[setter](model[0])
+        refused.append("forward" if "its forward" in str(error.value) else "backward")
+        model[0].set_transfer_sizes(chunk_bytes=1, exchange_bytes=1)  # these move nothing
+
+    def inside(module, args, output):
+        call()
+        output.register_hook(call)
+
+    hook = model[0][1].register_forward_hook(inside)
+    before = model(torch.ones(2, 8)).sum()
+    before.backward()
+    assert refused == ["forward", "backward"]
+    gradient = model[0][0].weight.grad.full_tensor()
+    hook.remove()
+    model.zero_grad()
+    MOVES[setter](model[0])
+    after = model(torch.ones(2, 8)).sum()
+    after.backward()
+    torch.testing.assert_close(after, before)
+    torch.testing.assert_close(model[0][0].weight.grad.full_tensor(), gradient)

@@ -367,7 +367,7 @@ class FSDPModule(TorchFSDPModule):
             ValueError: The parameters of a unit are on several meshes, or only some of them are on the CPU; or ``comm``
                 chooses formats, and so does ``compression``.
         """
-        self._one_group("set_custom_all_gather", recurse)
+        self._one_group("set_custom_all_gather", recurse, over_shards=True)
         self._set("set_custom_all_gather", recurse, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter, *, recurse: bool = False) -> None:
@@ -385,7 +385,7 @@ class FSDPModule(TorchFSDPModule):
             ValueError: The parameters of a unit are on several meshes, or only some of them are on the CPU; or
                 ``compression`` compresses gradients.
         """
-        self._one_group("set_custom_reduce_scatter", recurse)
+        self._one_group("set_custom_reduce_scatter", recurse, over_shards=True)
         self._set("set_custom_reduce_scatter", recurse, reduce_scatter=comm)
 
     def set_all_reduce_hook(
@@ -405,9 +405,9 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             ValueError: ``stream`` is given with a replicate dimension, or the parameters of a unit are on several
-                meshes.
+                meshes, or only some of them are sharded (a scalar is not).
         """
-        self._one_group("set_all_reduce_hook", recurse)
+        self._one_group("set_all_reduce_hook", recurse, over_shards=False)
         if stream is not None:
             for group in [group for unit in self._units(recurse) for group in unit.groups]:
                 if group.mesh.replicate.size > 1:
@@ -570,13 +570,18 @@ class FSDPModule(TorchFSDPModule):
             raise RuntimeError(f"{method} must be called on the root FSDP module; {unit.name!r} lies below the root")
         return unit
 
-    def _one_group(self, method: str, recurse: bool = False) -> None:
+    def _one_group(self, method: str, recurse: bool, *, over_shards: bool) -> None:
+        """Raise ValueError if a unit has several groups that ``method`` is about.
+
+        With ``over_shards`` these are the groups that have a shard axis: the others are not gathered.
+        """
         for unit in self._units(recurse):
-            if len(unit.groups) > 1:
+            groups = [group for group in unit.groups if group.mesh.shard.group is not None or not over_shards]
+            if len(groups) > 1:
                 raise ValueError(
                     f"{unit.name or 'the module'}: {method} is not supported with multiple param groups (from "
-                    "per-param mesh via shard_placement_fn, or per-param offload_policy): what to do would be "
-                    "ambiguous across groups"
+                    "per-param mesh via shard_placement_fn, per-param offload_policy, replicated_params, or scalars): "
+                    "what to do would be ambiguous across groups"
                 )
 
     def _units(self, recurse: bool) -> list[FSDPState]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
 from tests.grouping.models import Block, Net, nodes_mesh, whole
+from tests.step.test_communication import Gather, Scatter
 from tests.step.test_named_dimensions import OnMesh, spread
 from tests.support import api
 from tests.support.counting import Collectives
@@ -245,3 +246,23 @@ def test_what_is_refused(rank, world):
     with pytest.raises(TypeError, match="replicated_params must be a set of nn.Parameter"):
         fsdp2.fully_shard(module, replicated_params={"0.weight"})
     assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("two", [False, True])
+def test_custom_collectives(rank, world, two):
+    """They serve what is sharded. A unit with a scalar was refused, for reasons that were not its own."""
+    gathers, scatters = [], []
+
+    def prepare(module, fsdp):
+        replicating(mesh=nodes_mesh() if two else mesh_1d())(module, fsdp)
+        gathers.append(Gather())
+        scatters.append(Scatter())
+        module.set_custom_all_gather(gathers[-1])
+        module.set_custom_reduce_scatter(scatters[-1])
+        with pytest.raises(ValueError, match="set_all_reduce_hook is not supported .* or scalars"):
+            module.set_all_reduce_hook(lambda reduced: None)
+
+    assert_parity(prepare, build=Scaled, against=("alone",))
+    alone = two and world == 2  # a shard axis of one rank
+    assert gathers[0].calls == scatters[0].calls and (scatters[0].calls > 0) is not alone

@@ -521,6 +521,22 @@ def gradients_that_one_rank_lacks(rank: int) -> Iterator[Call]:
     trained(module, optimizer)
 
 
+@remedy("Add and remove the same ones on every rank before a step or a state dict")
+def a_group_that_one_rank_adds(rank: int) -> Iterator[Call]:
+    """The other rank adds it too."""
+    module = model()
+    optimizer = fsdp2.use_full_params(torch.optim.Adam(module[0].parameters()))
+    trained(module, optimizer)
+    added = {"params": [module[-1].weight]}
+    if rank == 1:
+        optimizer.add_param_group(added)
+    yield optimizer.state_dict
+    if rank == 0:
+        optimizer.add_param_group(added)
+    optimizer.state_dict()
+    trained(module, optimizer)
+
+
 @remedy("; pass a slice of it")
 def clipped_on_two_dimensions(rank: int) -> Iterator[Call]:
     """A slice."""

@@ -765,6 +765,58 @@ def test_parameters_in_another_order_on_one_rank(rank, world):
         optimizer.step()
 
 
+def gives_more(optimizer: Any, params: list[Any]) -> None:
+    """A matrix that it did not have."""
+    optimizer.add_param_group({"params": params[3:]})
+
+
+def takes_some(optimizer: Any, params: list[Any]) -> None:
+    """A matrix that it had."""
+    del optimizer.param_groups[0]["params"][0]
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("change", [gives_more, takes_some])
+@pytest.mark.parametrize("then", ["a step on all ranks", "step", "state_dict", "load_state_dict"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_other_parameters_since_the_last_step(rank, world, change, then, overlap):
+    """If one rank alone has others, every rank raises. It gave its state to other owners, and waited for the ranks that
+    did not.
+
+    After that, the rank takes the change back, and the next step is the usual one.
+    """
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    shard_each(model, fsdp2, mesh=mesh_1d())
+    reference, params = copy.deepcopy(model), list(model.parameters())
+    optimizer = fsdp2.use_full_params(torch.optim.Adam(params[:3]), overlap_backward=overlap, keep_full_params=overlap)
+    plain = torch.optim.Adam([*reference.parameters()][:3])
+    batch = torch.ones(2, 8)
+    train_both = lambda: [module(batch).sum().backward() for module in (model, reference)]
+    for _ in range(2):
+        train_both()
+        optimizer.step()
+        plain.step()
+    saved, groups = optimizer.state_dict(), [group | {"params": [*group["params"]]} for group in optimizer.param_groups]
+    if then == "a step on all ranks":
+        change(optimizer, params)
+        change(plain, [*reference.parameters()])
+    else:
+        if rank == 1:
+            change(optimizer, params)
+        act = {"step": optimizer.step, "state_dict": optimizer.state_dict}
+        act["load_state_dict"] = lambda: optimizer.load_state_dict(saved)
+        here = "this rank's optimizer has other parameters than before"
+        there = "other ranks gave their optimizer other parameters since the last step"
+        with pytest.raises(RuntimeError, match=f"use_full_params: {here if rank == 1 else there}"):
+            act[then]()
+        optimizer.param_groups[:] = groups
+    train_both()
+    optimizer.step()
+    plain.step()
+    for param, other in zip(params, reference.parameters(), strict=True):
+        torch.testing.assert_close(full_of(param), full_of(other))
+
+
 @on_ranks(3)
 def test_an_error_at_one_owner_is_raised_everywhere(rank, world):
     """The owner raises the optimizer's error, the others say which rank raised; nobody waits."""

@@ -31,8 +31,8 @@ from fsdp2.optim.whole.exchange import Arriving, Layout
 from fsdp2.optim.whole.full_state import OwnedState, keep_owned, names_in, shown_at_holders
 from fsdp2.optim.whole.kept import KeptParams
 from fsdp2.optim.whole.lending import Alone, Lending, Matrices, batches_of
-from fsdp2.optim.whole.owners import default_cost
-from fsdp2.optim.whole.ownership import Owned, Ownership, RankSet
+from fsdp2.optim.whole.owners import default_cost, mesh_ranks
+from fsdp2.optim.whole.ownership import Owned, Ownership, RankSet, digest_of
 from fsdp2.optim.whole.stacks import Stacks
 from fsdp2.sharding.spec import on_this_rank
 
@@ -237,6 +237,8 @@ class _FullParams:
                 f"{type(optimizer).__name__}.step: got a closure, expected none: whole parameters exist only during "
                 "the step; call backward() before step()"
             )
+        if (now := self._other_params()) is not None:
+            self._agree_on_gradients(now)  # under the owners so far, as ranks do whose parameters are the same
         self._refresh()
         found = self._agree_on_gradients()
         groups = _Groups(optimizer, self._stacks, batched=self._batched)
@@ -284,13 +286,23 @@ class _FullParams:
             error = groups.step({param: param for param in groups.plain}, self._step_as_torch)
         return error
 
+    def _present_params(self) -> list[Any]:
+        """Return the sharded parameters that the optimizer has now."""
+        repair(self._optimizer)  # a step has done so already, but a state dict may be requested before any step
+        return [p for group in self._optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+
+    def _other_params(self) -> list[Any] | None:
+        """Return the present parameters if they are not those of the owners so far; None if they are, or at first."""
+        params = self._present_params()
+        return params if self._ownership.sets and not self._ownership.is_of(params) else None
+
     def _refresh(self) -> None:
         """Take over newly sharded parameters, changed parameter groups, and state that the caller has replaced.
 
-        Whatever ends this before its end, an interrupt or an error: the next call begins again with the same state.
+        That sends state, so all ranks must have compared the parameters before, if they have owners. Whatever ends
+        this before its end, an interrupt or an error: the next call begins again with the same state.
         """
-        repair(self._optimizer)  # a step has done so already, but a state dict may be requested before any step
-        params = [p for group in self._optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+        params = self._present_params()
         optimizer = self._optimizer
         if not self._ownership.is_of(params):
             for param in params:
@@ -319,11 +331,14 @@ class _FullParams:
         """The state of the optimizer, after ``_refresh``."""
         return self._optimizer.state  # type: ignore[return-value]  # as above
 
-    def _agree_on_gradients(self) -> dict[RankSet, list[_Gradient | None]]:
+    def _agree_on_gradients(self, now: list[Any] | None = None) -> dict[RankSet, list[_Gradient | None]]:
         """Return what is known of each parameter's gradient (None without one) after checking that all ranks have the
         same, and the same parameters in the same order.
 
         Sets of fewer ranks come first, so that an error in one of them reaches all ranks before anything is sent.
+
+        ``now`` are the optimizer's parameters if they are not those of the owners so far. Then only these are compared:
+        a rank that alone took them over would wait for exchanges that no other rank starts.
         """
         found: dict[RankSet, list[_Gradient | None]] = {}
         wrong = ""
@@ -331,20 +346,21 @@ class _FullParams:
         for sets in reversed(self._ownership.on_same_ranks):
             params = [param for ranks in sets for param in ranks.params]
             codes = [_code(param) for param in params]
-            plain = next(filter(None, map(about_plain_gradient, params)), plain)
+            if now is None:
+                plain = next(filter(None, map(about_plain_gradient, params)), plain)
             least = [_FEWEST if code == _NOTHING_HERE else -code for code in codes]
-            digest = zlib.crc32(repr([ranks.digest for ranks in sets]).encode()) >> 1
-            mine = [*codes, *least, digest, -digest, bool(wrong or plain)]
+            digest = self._digest(sets, now)
+            mine = [*codes, *least, digest, -digest, bool(wrong or plain), now is not None]
             there = [kind[ranks].begin_step() for kind in (self._early, self._kept) for ranks in sets if ranks in kind]
             missing = [flag for flags, _ in there for flag in flags]
-            changed = torch.cat([flags for _, flags in there]) if there else None
-            agreed = max_over_ranks([*mine, *missing], sets[0].axis, sets[0].device, changed)
-            (*most, largest, smallest, elsewhere), flags = agreed[: len(mine)], agreed[len(mine) :]
+            written = torch.cat([flags for _, flags in there]) if there else None
+            agreed = max_over_ranks([*mine, *missing], sets[0].axis, sets[0].device, written)
+            (*most, largest, smallest, elsewhere, changed), flags = agreed[: len(mine)], agreed[len(mine) :]
             if largest != -smallest and not wrong:
-                wrong = "ranks have the parameters in different orders"
+                wrong = self._about_params(now, changed=bool(changed))
             most, least = most[: len(codes)], most[len(codes) :]
             for param, code, high, low in zip(params, codes, most, least):
-                if high > _NOTHING_HERE and high != -low:
+                if now is None and not changed and high > _NOTHING_HERE and high != -low:
                     here = str(_DTYPES[code]) if code >= 0 else "none"
                     wrong = f"ranks have different gradients of {self._name(param)} (here: {here})"
             if elsewhere and not wrong:
@@ -367,6 +383,43 @@ class _FullParams:
                 "clear gradients in the same way. Nothing was changed"
             )
         return found
+
+    @staticmethod
+    def _digest(sets: Sequence[RankSet], now: Sequence[Any] | None) -> int:
+        """Return a number for the parameters of ``sets``, which lie on the same ranks, or for those ``now`` there."""
+        if now is None:
+            return zlib.crc32(repr([ranks.digest for ranks in sets]).encode()) >> 1
+        there = [param for param in now if mesh_ranks(param) == sets[0].ranks]
+        return zlib.crc32(f"now {digest_of(there)}".encode()) >> 1
+
+    def _about_params(self, now: Sequence[Any] | None, *, changed: bool) -> str:
+        """Say how the parameters of this rank differ from those of others; ``changed``: since the last step."""
+        if not changed:
+            return "ranks have the parameters in different orders"
+        if now is None:
+            return "other ranks gave their optimizer other parameters since the last step, and this one did not"
+        before = {id(param) for ranks in self._ownership.sets for param in ranks.params}
+        names = ", ".join([self._name(param) for param in now if id(param) not in before][:8]) or "none is new"
+        return f"this rank's optimizer has other parameters than before ({names}), and not all ranks' have"
+
+    def _agree_on_params(self) -> None:
+        """Compare the parameters of all ranks before ``_refresh`` outside of a step.
+
+        Raises:
+            RuntimeError: They differ. Every rank raises it.
+        """
+        now, wrong = self._other_params(), ""
+        for sets in reversed(self._ownership.on_same_ranks):
+            digest = self._digest(sets, now)
+            mine = [digest, -digest, bool(wrong), now is not None]
+            largest, smallest, elsewhere, changed = max_over_ranks(mine, sets[0].axis, sets[0].device)
+            if (largest != -smallest or elsewhere) and not wrong:
+                wrong = self._about_params(now, changed=bool(changed))
+        if wrong:
+            raise RuntimeError(
+                f"use_full_params: {wrong}; expected the same parameters in the same order on all ranks. Add and "
+                "remove the same ones on every rank before a step or a state dict. Nothing was changed"
+            )
 
     def _buckets_of(self, ranks: RankSet, gradients: list[_Gradient | None]) -> list[_Bucket]:
         key = (ranks, *gradients)
@@ -492,6 +545,7 @@ class _FullParams:
     # ---- state dicts ----
 
     def _state_dict(self, optimizer: optim.Optimizer) -> dict[str, Any]:
+        self._agree_on_params()
         self._refresh()
         owned = self._state
         optimizer.state = shown_at_holders(owned, self._ownership)
@@ -501,6 +555,7 @@ class _FullParams:
             optimizer.state = owned  # type: ignore[assignment]  # as above
 
     def _load_state_dict(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        self._agree_on_params()
         self._refresh()
         self._load_as_torch(state_dict)
         self._refresh()

@@ -30,7 +30,7 @@ from fsdp2.sharding.mesh import Axis, own_group
 from fsdp2.sharding.platform import device_of
 from fsdp2.sharding.spec import on_this_rank
 
-__all__ = ["Among", "Owned", "Ownership", "RankSet"]
+__all__ = ["Among", "Owned", "Ownership", "RankSet", "digest_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,9 +151,7 @@ class RankSet:
         self.owned_of: dict[Any, list[Owned]] = {param: [] for param in params}
         for owned in self.owned:
             self.owned_of[owned.param].append(owned)
-        # Of names and shapes in their order, which must be the same on all these ranks.
-        described = [(tuple(param.shape), getattr(param_of(param), "name", "")) for param in params]
-        self.digest = zlib.crc32(repr(described).encode()) >> 1
+        self.digest = digest_of(params)
 
     def _among(self, ranks: tuple[int, ...]) -> Among:
         device_type = self.params[0].device_mesh.device_type
@@ -203,6 +201,12 @@ class RankSet:
                     room -= _nbytes(queue[-1])
                     bucket.append(queue.pop())
             yield bucket
+
+
+def digest_of(params: Sequence[Any]) -> int:
+    """Return a number for the names and shapes of parameters in their order, which all ranks of a mesh must have."""
+    described = [(tuple(param.shape), getattr(param_of(param), "name", "")) for param in params]
+    return zlib.crc32(repr(described).encode()) >> 1
 
 
 class Ownership:

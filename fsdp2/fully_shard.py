@@ -35,7 +35,7 @@ from fsdp2.grouping.grouping import CallOptions, warn_of_gradients
 from fsdp2.grouping.placing import Placed, PlacementFn
 from fsdp2.grouping.plan import describe
 from fsdp2.grouping.policy import Policy, choose_units
-from fsdp2.module import MADE_BY_FULLY_SHARD, FSDPModule
+from fsdp2.module import MADE_BY_FULLY_SHARD, FSDPModule, ZeroesHidden
 from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -423,7 +423,7 @@ def _class_for(module: nn.Module) -> type:
     return type(cls.__name__, (_fsdp_class(type_before_parametrizations(module)),), own)
 
 
-def _fsdp_class(cls: type) -> type:
+def _fsdp_class(cls: type[nn.Module]) -> type:
     """Return the subclass of ``cls`` and ``FSDPModule``."""
     made = _classes[cls]() if cls in _classes else None
     if made is None:
@@ -431,7 +431,8 @@ def _fsdp_class(cls: type) -> type:
         own |= {MADE_BY_FULLY_SHARD: True, **inherited_call(cls)}
         if not hasattr(cls, "__copy__"):
             own["__copy__"] = copy_module
-        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls, FSDP1Methods), own)
+        zeroes = (ZeroesHidden,) if cls.zero_grad is not nn.Module.zero_grad else ()
+        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls, *zeroes, FSDP1Methods), own)
         _classes[cls] = weakref.ref(made)
     return made
 

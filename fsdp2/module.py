@@ -29,7 +29,7 @@ from fsdp2.policies import AllGather, GradientReductionHandle, ReduceScatter
 from fsdp2.sharding.mesh import Axis
 from fsdp2.sharding.packing import TransferSizes
 
-__all__ = ["MADE_BY_FULLY_SHARD", "FSDPModule", "share_comm_ctx"]
+__all__ = ["MADE_BY_FULLY_SHARD", "FSDPModule", "ZeroesHidden", "share_comm_ctx"]
 
 MADE_BY_FULLY_SHARD = "_fsdp2_made_by_fully_shard"
 """An attribute of the classes that ``fully_shard`` gives to modules."""
@@ -612,18 +612,18 @@ class FSDPModule(TorchFSDPModule):
             if not alike:
                 unit.root.options_changed(setter)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """Clear gradients like ``nn.Module``, and also those that modules do not show: of shards, or unreduced.
 
-        Called inside a backward, it leaves the gradients of units that this backward is computing. In a unit of several
-        modules it leaves those of the other modules.
+        A class may have a ``zero_grad`` of its own, with other arguments: that is called, and ``nn.Module``'s in it
+        does the same. Called inside a backward, it leaves the gradients of units that this backward is computing. In a
+        unit of several modules it leaves those of the other modules.
         """
-        super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]  # nn.Module's
-        modules = set(cast(nn.Module, self).modules())
-        for group in [group for unit in self._units(recurse=True) for group in unit.groups]:
-            if not group.phases.in_backward:
-                params = [param for param in group.params if any(site.module in modules for site in param.sites)]
-                group.gradients.zero(params, set_to_none=set_to_none)
+        zero = super(TorchFSDPModule, self).zero_grad  # type: ignore[misc]  # nn.Module's, or its class's own
+        result = zero(*args, **kwargs)
+        if zero.__func__ is nn.Module.zero_grad:
+            _zero_hidden(self, *args, **kwargs)
+        return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict as ``nn.Module`` does, also inside ``torch.inference_mode()``.
@@ -674,6 +674,24 @@ def _check_not_entered(setter: str, group: FSDPParamGroup) -> None:
             f"{group.name or 'the root'}: {setter} was called while its {phase} runs; expected a call between two "
             "steps. Call it after backward, after reset_iter_state() on the root if that raised"
         )
+
+
+class ZeroesHidden(nn.Module):
+    """The last base before ``nn.Module`` of a unit whose class has a ``zero_grad`` of its own, which may call it."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients like ``nn.Module``, and those that modules do not show."""
+        super().zero_grad(set_to_none)
+        _zero_hidden(cast(FSDPModule, self), set_to_none)
+
+
+def _zero_hidden(module: FSDPModule, set_to_none: bool = True) -> None:
+    """Clear the gradients below ``module`` that modules do not show, unless a backward is computing them."""
+    modules = set(cast(nn.Module, module).modules())
+    for group in [group for unit in module._units(recurse=True) for group in unit.groups]:
+        if not group.phases.in_backward:
+            params = [param for param in group.params if any(site.module in modules for site in param.sites)]
+            group.gradients.zero(params, set_to_none=set_to_none)
 
 
 def _check_between_steps(setter: str, unit: FSDPState, group: FSDPParamGroup) -> None:

@@ -204,6 +204,34 @@ def backward(module: nn.Module, rank: int, world: int, step: int) -> None:
         (sum(module(row).square().mean() for row in rows) / world).backward()
 
 
+class ZeroesAPart(nn.Sequential):
+    """Zeroes its last layer alone if asked, and answers."""
+
+    def zero_grad(self, *, last: bool = False) -> str:
+        """Take other arguments than ``nn.Module``."""
+        if last:
+            self[-1].zero_grad()
+        else:
+            super().zero_grad()
+        return "zeroed"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layers", [True, False])
+def test_a_class_with_another_way_to_zero(rank, world, layers):
+    """It raised a TypeError about an argument that nobody had passed, and gradients that the class keeps were dropped.
+    Where it calls that of ``nn.Module``, unreduced gradients are dropped too."""
+    units = nn.Module.children if layers else lambda module: []
+    module, alone = beside_one_process(lambda: ZeroesAPart(nn.Linear(4, 4), nn.Linear(4, 4)), units)
+    for last in (True, False):
+        module.set_requires_gradient_sync(last)
+        for one in (module, alone):
+            one(torch.ones(2, 4)).sum().backward()
+            assert one.zero_grad(last=last) == "zeroed"
+        assert_gradients(module, alone)
+        assert not module.get_pending_gradients()
+
+
 @on_ranks(1, 2, 4)
 @pytest.mark.parametrize("setter", SETTERS)
 @pytest.mark.parametrize("reshard", [True, False])

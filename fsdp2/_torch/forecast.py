@@ -48,8 +48,6 @@ __all__ = [
     "finished_work",
     "key_of",
     "makes_ranks_of_a_mesh",
-    "operator_arguments",
-    "operator_returns",
     "operator_schema",
     "storage_key",
     "torch_placement",
@@ -112,18 +110,8 @@ def makes_ranks_of_a_mesh() -> bool:
 
 
 def operator_schema(operator: Any) -> Any:
-    """Return the schema of an operator: its name, and what it reads, writes and returns."""
+    """Return the schema of an operator: its name, and its ``arguments`` and ``returns`` with their aliasing."""
     return operator._schema
-
-
-def operator_arguments(func: Any) -> Any:
-    """Return the arguments of an operator's schema, with their names and aliasing."""
-    return func._schema.arguments
-
-
-def operator_returns(func: Any) -> Any:
-    """Return the results of an operator's schema."""
-    return func._schema.returns
 
 
 def key_of(storage: torch.UntypedStorage) -> int:

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import FSDPModule
-from fsdp2._torch.forecast import operator_arguments, unboxed_group
+from fsdp2._torch.forecast import operator_schema, unboxed_group
 from fsdp2._trace import listening
 
 GATHERS = ("allgather", "_allgather", "all_gather")
@@ -96,7 +96,7 @@ class Operators(TorchDispatchMode):
 
 def group_of(func: Any, args: Any) -> ProcessGroup:
     """Return the process group of a collective."""
-    place = [argument.name for argument in operator_arguments(func)].index("process_group")
+    place = [argument.name for argument in operator_schema(func).arguments].index("process_group")
     return unboxed_group(args[place])
 
 

@@ -53,15 +53,15 @@ def test_modules_of_fake_tensors_are_cast() -> None:
     assert noted.seen[0] is True
 
 
-@probes("TorchDispatchMode", "operator_arguments", "operator_returns", "unboxed_group", "finished_work", "FakeStore")
+@probes("TorchDispatchMode", "unboxed_group", "finished_work", "FakeStore")
 def test_collectives_are_operators_that_a_mode_can_replace() -> None:
     seen = []
 
     class Replace(_torch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names = [argument.name for argument in _torch.operator_arguments(func)]
+            names = [argument.name for argument in _torch.operator_schema(func).arguments]
             seen.append((func.namespace, _torch.unboxed_group(args[names.index("process_group")]).size()))
-            returns = _torch.operator_returns(func)
+            returns = _torch.operator_schema(func).returns
             out = [_torch.finished_work() if "Work" in str(value.type) else args[0] for value in returns]
             return out[0] if len(out) == 1 else tuple(out)
 

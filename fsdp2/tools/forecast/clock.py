@@ -18,8 +18,7 @@ from fsdp2._torch.forecast import (
     TorchDispatchMode,
     finished_work,
     makes_ranks_of_a_mesh,
-    operator_arguments,
-    operator_returns,
+    operator_schema,
     storage_key,
     unset_fake_temporarily,
 )
@@ -262,7 +261,7 @@ class Clock(TorchDispatchMode):
         stream = self._current[-1]
         moving = moving_in_group(func, args, kwargs, self.hardware)
         stream.time = self._communicate(moving, stream.name, stream.time)
-        outputs = [finished_work() if "Work" in str(value.type) else args[0] for value in operator_returns(func)]
+        outputs = [finished_work() if "Work" in str(value.type) else args[0] for value in operator_schema(func).returns]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _functional(self, func: Any, args: Any, out: Any) -> None:
@@ -289,5 +288,5 @@ def _is_free(func: Any) -> bool:
     """Return True if ``func`` only reads metadata, or makes a view or an uninitialized tensor."""
     if func.namespace == "prim" or func.overloadpacket.__name__.startswith(("empty", "new_empty", "_unsafe_view")):
         return True
-    infos = [argument.alias_info for argument in operator_arguments(func)]
+    infos = [argument.alias_info for argument in operator_schema(func).arguments]
     return any(info is not None and not info.is_write for info in infos)

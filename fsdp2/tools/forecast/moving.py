@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch.forecast import operator_arguments, unboxed_group
+from fsdp2._torch.forecast import operator_schema, unboxed_group
 from fsdp2.tools.forecast.cost import Hardware, nbytes_of, tensors_in
 
 __all__ = ["Moving", "moving_functional", "moving_in_group"]
@@ -48,7 +48,7 @@ class Moving:
 
 def moving_in_group(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], hardware: Hardware) -> Moving:
     """Describe an operator of torch's namespace c10d, which writes to its first argument or reads that."""
-    named = {argument.name: value for argument, value in zip(operator_arguments(func), args)} | dict(kwargs)
+    named = {argument.name: value for argument, value in zip(operator_schema(func).arguments, args)} | dict(kwargs)
     group = unboxed_group(named["process_group"])
     name = func.overloadpacket.__name__
     kind = _KINDS.get(name, name.strip("_"))

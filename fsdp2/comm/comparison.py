@@ -16,7 +16,7 @@ __all__ = ["Comparison"]
 K = TypeVar("K")
 
 _COMPARED = 8
-"""Along each dimension, of how many elements two tensors are compared at most."""
+"""The largest number of elements compared along each dimension; of contiguous tensors, its square in one row."""
 
 
 class Comparison(Generic[K]):

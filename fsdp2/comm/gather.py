@@ -362,8 +362,8 @@ def start_gather(
                 work.wait()
             works = []
             _unpack(gathering)
-            # ``finish_gather`` returns extras out of these rows; without extras their memory can go.
-            gathering.rows = gathering.rows if extras else None
+            if not extras:  # ``finish_gather`` returns extras out of these rows; without any, their memory can go
+                gathering.rows = None
     if buffers.from_host:
         copies.hold(buffers, done.event)
     gathering.works, gathering.event = works, done.event

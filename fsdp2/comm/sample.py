@@ -14,7 +14,7 @@ __all__ = ["Sample"]
 K = TypeVar("K")
 
 _BYTES = 64
-"""Of how many bytes of a tensor a sample consists at most."""
+"""About how many bytes of a tensor a sample has; it has fewer than twice as many."""
 
 
 class Sample(Generic[K]):

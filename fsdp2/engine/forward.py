@@ -49,7 +49,7 @@ class ForwardPass(Pass):
         self.follows_compute = True
 
     def prefetch(self, group: FSDPParamGroup) -> None:
-        """Do the same, and free pieces first that were made of other shards."""
+        """Gather ahead as any pass does, after freeing pieces that were made of other shards."""
         if group.residency.is_outdated():
             group.reshard()
         super().prefetch(group)

@@ -24,7 +24,7 @@ from fsdp2.sharding.mesh import Axis
 
 __all__ = ["GroupGradients"]
 
-_NEVER = (-1, -1)
+_NEVER = (-1, -1)  # no generation and no revision of full parameters
 # A unit of this size or more computes for milliseconds on any device, so that the host runs ahead.
 _LATE_BYTES = 64 << 20
 # A gradient of less than this part of its unit (of a norm or a bias) may be finished before compute has got anywhere.

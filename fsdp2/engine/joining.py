@@ -205,9 +205,10 @@ class JoiningInBackward(Joining):
     def launch(
         self, run: JoiningPass, collective: Collective, start: Callable[[], None], *, optional: bool = False
     ) -> bool:
-        """Do the same, and leave a reduction for later if the other ranks are known to launch it later.
+        """Launch as any pass does, but leave a reduction for later if the other ranks are known to launch it later.
 
-        Ranks that skip a unit meet the others in another order. It is launched in its turn, or when the backward ends.
+        Ranks that skip a unit meet the others in another order. The reduction is launched in its turn, or when the
+        backward ends.
         """
         optional = optional or (collective.kind == "reduce" and not run.over)
         return super().launch(run, collective, start, optional=optional)

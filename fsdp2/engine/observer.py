@@ -45,7 +45,7 @@ class Observer(Protocol):
         """Expect other collectives of the same passes from now on: ``setter`` changed options, on every rank alike."""
 
     def forget_units(self) -> None:
-        """Do the same because units were inserted or removed, and refer to none of those that were removed."""
+        """Forget as ``forget`` does, because units were inserted or removed, and refer to none that was removed."""
 
 
 class Unobserved:

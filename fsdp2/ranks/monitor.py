@@ -123,7 +123,7 @@ class RankMonitor:
         self.log.forget()
 
     def forget_units(self) -> None:
-        """Do the same because units were inserted or removed, and refer to none of those that were removed."""
+        """Forget as ``forget`` does, because units were inserted or removed, and refer to none that was removed."""
         self.forget("units were inserted or removed")
         self.log.forget_past()
         self.history.forget_order()

@@ -102,8 +102,8 @@ class _Process:
     def board(self, ranks: tuple[int, ...], mesh: DataParallelMesh) -> tuple[Board, Turns, int]:
         """Return a board for the next root on the process groups of ``mesh``, the same on all of its ``ranks``.
 
-        Beside it, return the turns of all roots there, and the number of this one.
-        Its keys contain the incarnation of the job, because torchrun keeps the store when it restarts the processes.
+        Also return the turns of all roots there, and the number of the new root among them. The keys of the board
+        contain the incarnation of the job, because torchrun keeps the store when it restarts the processes.
         """
         axes = [(axis, axis.group) for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
         names = tuple(group.group_name for _, group in axes)

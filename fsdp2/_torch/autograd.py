@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 __all__ = [
     "autograd_sequence_number",
+    "entries_from_elsewhere",
     "explicit_grad_dtype",
     "functorch_active",
     "gradient_hook_tables",
@@ -43,6 +44,36 @@ autograd_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_n
 def is_made_since(node: Any, since: int) -> bool:
     """Return True if ``node`` is an autograd node that was made at or after the sequence number ``since``."""
     return node is not None and node._sequence_nr() >= since
+
+
+def entries_from_elsewhere(tensor: torch.Tensor, device: torch.device, since: int) -> list[tuple[Any, int]]:
+    """Return the nodes by which backward comes to ``device`` on its way from ``tensor``, which lies elsewhere.
+
+    Each has the number of its output. They were made at or after the sequence number ``since``.
+    """
+    found: list[tuple[Any, int]] = []
+    seen: set[tuple[Any, int]] = set()
+    waiting: list[tuple[Any, int]] = [(tensor.grad_fn, tensor.output_nr)]
+    while waiting:
+        node, output = waiting.pop()
+        # The node of a leaf lasts longer than the graph, and needs no parameter.
+        if not is_made_since(node, since) or hasattr(node, "variable") or (node, output) in seen:
+            continue
+        seen.add((node, output))
+        if _device_of(node) in (device, None):
+            found.append((node, output))
+        else:
+            waiting += node.next_functions
+    return found
+
+
+def _device_of(node: Any) -> torch.device | None:
+    """Return the device whose thread runs ``node``; None for a function of a user's before torch 2.13."""
+    try:
+        # The engine takes the device of the first output. Nothing public tells which that is.
+        return node._input_metadata[0].device  # type: ignore[no-any-return]  # nodes have no stub
+    except RuntimeError:
+        return None
 
 
 # Runs a function at the end of the running backward. torch's engine has no public function for it.

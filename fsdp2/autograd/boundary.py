@@ -24,10 +24,16 @@ Tensors = list[torch.Tensor]
 class Boundary:
     """The boundary of one call: each member of the unit enters and leaves, and the call ends once."""
 
-    def __init__(self, outlasting: Callable[[Tensors], Tensors], side_outputs: SideOutputs) -> None:
-        """``outlasting`` returns tensors with copies of those whose memory is freed when the call ends."""
+    def __init__(
+        self, outlasting: Callable[[Tensors], Tensors], side_outputs: SideOutputs, device: torch.device
+    ) -> None:
+        """``outlasting`` returns tensors with copies of those whose memory is freed when the call ends.
+
+        The unit computes on ``device``.
+        """
         self.first_node = 0  # a forward with gradients makes autograd nodes of this sequence number or a higher one
         self._outlasting = outlasting
+        self._device = device
         self._side_outputs = side_outputs
         self._copied: list[Tree] = []  # arguments in which the module got copies of the caller's containers
         self._writable: list[Any] = []  # arguments in which the module may leave results
@@ -49,7 +55,7 @@ class Boundary:
         needing = [tensor for tensor in given.tensors if tensor.requires_grad]
         if not needing:
             return not any([tensor.requires_grad for tensor in given.hidden])
-        watched, at_end = hooks.watch_inputs(needing, done, starting)
+        watched, at_end = hooks.watch_inputs(needing, done, starting, self._device)
         if at_end is not None:
             self._at_end.append(at_end)
         if len(needing) < len(given.tensors):
@@ -101,9 +107,9 @@ class Boundary:
         With ``starting_from_sides``, tensors that the modules keep as attributes are hooked too: it returns the
         functions to call before backward enters through one of these.
         """
-        watched, result.tensors = hooks.watch_outputs(result.tensors, starting, self.first_node)
+        watched, result.tensors = hooks.watch_outputs(result.tensors, starting, self.first_node, self._device)
         if self._left:
-            watched |= hooks.watch_outputs(self._left, starting, self.first_node)[0]
+            watched |= hooks.watch_outputs(self._left, starting, self.first_node, self._device)[0]
         if starting_from_sides is not None:
-            watched |= self._side_outputs.watch(self.first_node, starting_from_sides, self._outlasting)
+            watched |= self._side_outputs.watch(self.first_node, self._device, starting_from_sides, self._outlasting)
         return watched

@@ -25,7 +25,14 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch.autograd import functorch_active, gradient_hook_tables, is_made_since, tangents_of, view_base
+from fsdp2._torch.autograd import (
+    entries_from_elsewhere,
+    functorch_active,
+    gradient_hook_tables,
+    is_made_since,
+    tangents_of,
+    view_base,
+)
 from fsdp2._torch.hooks import skipped_by_dynamo
 from fsdp2._torch.modules import overrides_setattr
 from fsdp2._torch.optimizers import put_first_after_step
@@ -258,7 +265,10 @@ def around_loading_once(
 
 
 def watch_inputs(
-    inputs: list[torch.Tensor], done: Callable[[], None], starting: Callable[[torch.Tensor], None]
+    inputs: list[torch.Tensor],
+    done: Callable[[], None],
+    starting: Callable[[torch.Tensor], None],
+    device: torch.device,
 ) -> tuple[list[torch.Tensor], Callable[[], None] | None]:
     """Return ``inputs``, which all require a gradient, with hooks: ``done`` runs when backward has all their gradients.
 
@@ -282,7 +292,10 @@ def watch_inputs(
             hook = _OneInput(done, starting)
             view.grad_fn.register_prehook(hook)
             return [view], partial(hook.follow, _made_by(inputs[0]), view, view._version)
-    return [*_SeveralInputs.apply((done, starting), *inputs)], None
+    # Autograd runs a function on the thread of its first tensor's device, and hooks of ours on that of ``device``.
+    first = next((index for index, tensor in enumerate(inputs) if tensor.device == device), 0)
+    watched = _SeveralInputs.apply((done, starting), *inputs[first:], *inputs[:first])
+    return [*watched[len(inputs) - first :], *watched[: len(inputs) - first]], None
 
 
 def _made_by(tensor: torch.Tensor) -> Any:
@@ -381,11 +394,17 @@ class _SeveralInputs(torch.autograd.Function):
 
 
 def watch_outputs(
-    tensors: list[torch.Tensor], starting: Callable[[torch.Tensor], None], since: int
+    tensors: list[torch.Tensor],
+    starting: Callable[[torch.Tensor], None],
+    since: int,
+    device: torch.device,
 ) -> tuple[bool, list[torch.Tensor]]:
-    """Call ``starting`` before backward enters the module through one of ``tensors``.
+    """Call ``starting`` before backward enters the module, which computes on ``device``, through one of ``tensors``.
 
     Return whether one of them requires a gradient, and ``tensors``, replaced under ``torch.func``.
+
+    Autograd has a thread for each device, and hooks of ours run on that of ``device``. So the hook of a tensor that
+    lies elsewhere is on the node by which backward comes to ``device``.
 
     A hook on a view is lost if the view is changed in place afterwards, because autograd then goes through its base.
     The base is therefore watched too if the module made it, that is, if its node is not older than ``since``.
@@ -401,6 +420,10 @@ def watch_outputs(
             continue
         watched = True
         if tensor.is_leaf:  # the module has not computed it, so backward does not enter the module here
+            continue
+        if tensor.device != device:
+            for node, output in entries_from_elsewhere(tensor, device, since):
+                node.register_prehook(partial(_start_by, output, starting))
             continue
         _hook_before_others(tensor, starting)
         base: Any = view_base(tensor)

@@ -47,13 +47,14 @@ class SideOutputs:
     def watch(
         self,
         since: int,
+        device: torch.device,
         starting: Callable[[], list[Callable[[torch.Tensor], None]]],
         outlasting: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> bool:
         """Watch side outputs that were computed at or after the node number ``since``; return True if there are any.
 
-        The methods that ``starting`` returns are called before backward enters through one of them. ``outlasting``
-        returns tensors with copies of those whose memory is freed.
+        The methods that ``starting`` returns are called before backward enters through one of them: ``device`` is that
+        of the modules. ``outlasting`` returns tensors with copies of those whose memory is freed.
         """
         found = self._find()
         left = self._made_since(since, found, outlasting) if found else []
@@ -64,7 +65,7 @@ class SideOutputs:
         # Weak references: the module holds the tensor, and the hook would hold the module: Python cannot free that
         # cycle.
         entered = [weakref.WeakMethod(method) for method in starting()]
-        return hooks.watch_outputs(left, lambda grad: _call(entered, grad), since)[0]
+        return hooks.watch_outputs(left, lambda grad: _call(entered, grad), since, device)[0]
 
     @staticmethod
     def _made_since(

@@ -374,7 +374,8 @@ class FSDPState(ComposableState):
         return call, True
 
     def _start_call(self, kind: CallKind, run: Pass, depth: int = 0) -> Call:
-        call = Call(kind, run, Boundary(self._outlasting, self._side_outputs), depth)
+        device = self.root.comm.device
+        call = Call(kind, run, Boundary(self._outlasting, self._side_outputs, device), depth)
         self._calls.append(call)
         return call
 

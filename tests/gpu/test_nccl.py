@@ -5,6 +5,7 @@ Ranks share a GPU if there are fewer (``devices.py``).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -310,6 +311,72 @@ def test_a_teacher_that_is_written_without_a_trace(rank, world, device):
         for _ in range(4):
             model(inputs).mean().backward()
             torch.cuda.synchronize()
+
+
+class Left:
+    """What a layer leaves for the next one, as in a cache."""
+
+    value: Tensor
+
+
+class Beside(nn.Module):
+    """A layer with a second result, which lies on the host: one that it returns, or leaves."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.main, self.side, self.returns = nn.Linear(8, 8), nn.Linear(8, 8), returns
+
+    def forward(self, x: Tensor, left: Left) -> tuple[Tensor, Tensor | None]:
+        side = torch.tanh(self.side(x).cpu() * 2)
+        if not self.returns:
+            left.value = side
+        return self.main(x), side if self.returns else None
+
+
+class Reads(nn.Module):
+    """A layer that computes with such a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, left: Left) -> Tensor:
+        return torch.tanh(self.main(x)) + self.side((left.value + 1).to(x.device))
+
+
+class HostResults(nn.Module):
+    """Pairs of these; returns the loss."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(nn.ModuleList([Beside(returns), Reads()]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for beside, reads in self.pairs:
+            left = Left()
+            x, side = beside(x, left)
+            if side is not None:
+                left.value = side
+            x = reads(x, left)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@on_devices(1, 2)
+def test_results_on_the_host(rank, world, device, returns):
+    """Autograd runs what the host computes on a thread of its own, at any time; gradients are those of one process."""
+    torch.manual_seed(3)
+    alone = HostResults(returns).to(device)
+    model = copy.deepcopy(alone)
+    mesh = init_device_mesh(device, (world,))
+    for unit in (*(unit for pair in model.pairs for unit in pair), model):
+        fully_shard(unit, mesh=mesh)
+    for step in range(STEPS):
+        whole = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step)).to(device)
+        model(whole.chunk(world)[rank]).backward()
+        alone(whole).backward()
+    for got, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_close(got.grad.full_tensor(), expected.grad)
 
 
 @policies

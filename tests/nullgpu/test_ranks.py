@@ -224,6 +224,84 @@ def test_without_rank_checks_nccl_gets_different_calls():
     assert job.differences, job
 
 
+class Left:
+    """What a layer leaves for the next one, as in a cache."""
+
+    value: torch.Tensor
+
+
+class Beside(nn.Module):
+    """A layer with a second result, which lies on the host: one that it returns, leaves in an object, or keeps."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.main, self.side = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.how = how
+
+    def forward(self, x: torch.Tensor, left: Left) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the first result, and the other one if it is returned."""
+        side = self.side(x).cpu() * 2
+        if self.how == "leaves":
+            left.value = side
+        if self.how == "keeps":
+            self.kept = side
+        return self.main(x), side if self.how == "returns" else None
+
+
+class Reads(nn.Module):
+    """A layer that computes with such a result; in backward, the host or the device is ``late``."""
+
+    def __init__(self, late: str) -> None:
+        super().__init__()
+        self.main, self.side, self.late = nn.Linear(8, 8), nn.Linear(8, 8), late
+
+    def forward(self, x: torch.Tensor, left: Left) -> torch.Tensor:
+        """Add to a result what is made of the other one."""
+        host, device = left.value + 1, self.main(x)
+        for where, tensor in ("host", host), ("device", device):
+            tensor.register_hook(lambda grad, late=where == self.late: time.sleep(0.1 if late else 0.0))
+        return device + self.side(host.to(x.device))
+
+
+class HostResults(nn.Module):
+    """Pairs of these."""
+
+    def __init__(self, how: str, late: str) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(nn.ModuleList([Beside(how), Reads(late)]) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the pairs."""
+        for beside, reads in self.pairs:
+            left = Left()
+            x, side = beside(x, left)
+            if not hasattr(left, "value"):
+                left.value = beside.kept if side is None else side
+            x = reads(x, left)
+        return x
+
+
+def host_results(rank: int, world: int, how: str) -> None:
+    """Train; backward is late on the host on one rank, and on the device on the other."""
+    model: Any = HostResults(how, "host" if rank == 0 else "device").cuda()
+    mesh = init_device_mesh("cuda", (world,))
+    for unit in (*(unit for pair in model.pairs for unit in pair), model):
+        fsdp2.fully_shard(unit, mesh=mesh)
+    for _ in range(3):
+        model(torch.randn(4, 8, device="cuda")).sum().backward()
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("how", ["returns", "leaves", "keeps"])
+def test_results_on_the_host(how):
+    """Autograd runs what the host computes on a thread of its own, at any time; collectives keep their order.
+
+    Units are small: a large one gathers ahead when its gradients are there, and so in one order.
+    """
+    job = run(2, host_results, how)
+    assert job.right, job
+
+
 def pipelines(rank: int, world: int) -> None:
     """Two stages of as many ranks each."""
     both = init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("pp", "dp"))

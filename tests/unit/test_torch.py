@@ -236,6 +236,22 @@ def test_nodes_are_numbered_in_the_order_of_their_making() -> None:
     assert not _torch.is_made_since(leaf.grad_fn, since)
 
 
+@probes("entries_from_elsewhere")
+def test_the_way_from_another_device_is_found() -> None:
+    """The two devices of a CPU: of what lies on ``meta``, nothing is computed."""
+    leaf, home = torch.ones(2, requires_grad=True), torch.device("cpu")
+    before = leaf * 2
+    since = _torch.autograd_sequence_number()
+    left, right = before.sin().chunk(2)
+    away = torch.cat([left.to("meta"), right.to("meta")]).cos()
+    chunk = left.grad_fn
+    found = _torch.entries_from_elsewhere(away, home, since)
+    assert sorted(found, key=lambda entry: entry[1]) == [(chunk, 0), (right.grad_fn, 1)]
+    assert _torch.entries_from_elsewhere(left, home, since) == [(chunk, 0)]
+    assert not _torch.entries_from_elsewhere(leaf.to("meta") * 2, home, since)  # a leaf's node outlives the graph
+    assert not _torch.entries_from_elsewhere(away, home, _torch.autograd_sequence_number())
+
+
 @probes("gradient_hooks", "have_gradient_hooks")
 def test_the_hooks_of_a_tensor_are_found_in_order() -> None:
     tensor, hooks = torch.ones(2, requires_grad=True), [lambda t: None for _ in range(4)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2._torch.autograd import autograd_sequence_number
+from fsdp2._torch.autograd import autograd_sequence_number, entries_from_elsewhere
 from fsdp2.autograd.boundary import Boundary
 from fsdp2.autograd.hooks import Arguments, hook_forward, hook_gradient, hook_state_dict, watch_exit
 from fsdp2.autograd.side_outputs import SideOutputs
@@ -41,7 +41,8 @@ class Log(list):
 
 def boundary() -> Boundary:
     """Return the boundary of a call that begins now, of a module without parameters."""
-    new = Boundary(lambda tensors: tensors, SideOutputs((), lambda module: False, set()))
+    sides = SideOutputs((), lambda module: False, set())
+    new = Boundary(lambda tensors: tensors, sides, torch.device("cpu"))
     new.first_node = autograd_sequence_number()
     return new
 
@@ -93,6 +94,38 @@ def test_each_backward_of_a_backward_is_told_where_it_enters(inputs: int) -> Non
     log.clear()
     torch.autograd.grad(sum(g.sum() for g in gradients), leaves, create_graph=True)
     assert log[0] == "starting" and log[-1] == "done"
+
+
+def test_hooks_run_where_the_module_computes() -> None:
+    """Autograd has a thread for each device: the node on several inputs is one of the module's device."""
+    log = Log()
+    inputs = (torch.ones(1, device="meta", requires_grad=True), log.leaf("a"), log.leaf("b"))
+    (given, _), _, _ = watch_inputs(inputs, {}, log.done)
+    assert [tensor.device.type for tensor in given] == ["meta", "cpu", "cpu"]
+    assert entries_from_elsewhere(given[0], torch.device("cpu"), 0) == [(given[1].grad_fn, given[0].output_nr)]
+
+
+class Away(torch.autograd.Function):
+    """Something that is computed on another device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]  # torch's are untyped
+        return x.to("meta")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]  # torch's are untyped
+        return torch.ones(grad.shape)
+
+
+def test_results_on_another_device() -> None:
+    """Backward enters where it comes back to the module's device."""
+    log = Log()
+    leaf = log.leaf("a")
+    call = boundary()
+    away = Away.apply(leaf * 2).sin()
+    assert call.watch_results(Tree((away,), results=True), log.starting)
+    away.backward(torch.ones(2, device="meta"))
+    assert log == ["starting", "a"]
 
 
 def test_a_backward_that_cannot_be_differentiated_is_not_watched() -> None:

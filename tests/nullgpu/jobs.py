@@ -44,14 +44,16 @@ class Job:
         return not any(self.errors) and not self.differences
 
 
-def run(world: int, function: Callable[..., Any], *arguments: Any, host_waits_seconds: float = 30.0) -> Job:
+def run(
+    world: int, function: Callable[..., Any], *arguments: Any, host_waits_seconds: float = 30.0, backend: str = "nccl"
+) -> Job:
     """Run ``function(rank, world, *arguments)`` on so many ranks, and return how that ended."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        given = (world, store.port, name, host_waits_seconds, function, arguments)
+        given = (world, store.port, name, host_waits_seconds, backend, function, arguments)
         processes = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(world)]
         for process in processes:
             process.start()
@@ -66,7 +68,14 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, host_waits_se
 
 
 def _rank(
-    rank: int, world: int, port: int, folder: str, limit: float, function: Callable[..., Any], arguments: Any
+    rank: int,
+    world: int,
+    port: int,
+    folder: str,
+    limit: float,
+    backend: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     os.environ |= {"NULLGPU_SHARED": folder, "NULLGPU_LIMIT": str(limit), "LOCAL_RANK": str(rank)}
     error = ""
@@ -76,7 +85,7 @@ def _rank(
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         timeout = timedelta(seconds=LIMIT_SECONDS)
-        dist.init_process_group("nccl", rank=rank, world_size=world, store=store, timeout=timeout)
+        dist.init_process_group(backend, rank=rank, world_size=world, store=store, timeout=timeout)
         torch.manual_seed(0)
         function(rank, world, *arguments)
     except BaseException:

@@ -604,7 +604,7 @@ class Execution:
             with torch.no_grad(), fsdp2.use_weights(self.model):
                 pass
         elif how == "move":
-            self.model.to(device())
+            self.move_in_place()
         else:
             self.units[0].get_pending_gradients()
 
@@ -760,7 +760,12 @@ class Execution:
     def sleep(self) -> None:
         """Move the model to where it is."""
         self.update(True)
-        self.model.to(device())
+        self.move_in_place()
+
+    def move_in_place(self) -> None:
+        """Move the model to where it is, if that is one place: shards may be on the host, and buffers on the device."""
+        if not self.plan.offload or device() == "cpu":
+            self.model.to(device())
 
     def reset(self) -> None:
         """Recover without need."""

@@ -114,7 +114,10 @@ EXPORT cudaError_t cudaMalloc(void **p, size_t n) {
 }
 EXPORT cudaError_t cudaFree(void *p) {
   if (forbidden()) return fail(cudaErrorStreamCaptureUnsupported);
-  count(FREES, 1); note(L_SYNC_DEVICE, 0, 0, 0, 0, 0); /* the device waits */
+  count(FREES, 1); note(L_SYNC_DEVICE, 0, 0, 0, 0, 0);
+  struct clock all = all_work();
+  cudaError_t error = wait_for(&all); /* what is queued may still use the memory, as what ranks send each other */
+  if (error) return fail(error);
   pthread_mutex_lock(&memory_lock);
   struct span *s = p ? find(blocks, nblocks, p) : 0;
   if (s) { munmap(s->mapped, s->n + TWO_MIB); give_memory(s->n); s->p = 0; }

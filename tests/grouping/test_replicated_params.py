@@ -264,5 +264,4 @@ def test_custom_collectives(rank, world, two):
             module.set_all_reduce_hook(lambda reduced: None)
 
     assert_parity(prepare, build=Scaled, against=("alone",))
-    alone = two and world == 2  # a shard axis of one rank
-    assert gathers[0].calls == scatters[0].calls and (scatters[0].calls > 0) is not alone
+    assert gathers[0].calls == scatters[0].calls > 0

@@ -621,7 +621,7 @@ class FSDPModule(TorchFSDPModule):
         """
         zero = super(TorchFSDPModule, self).zero_grad  # type: ignore[misc]  # nn.Module's, or its class's own
         result = zero(*args, **kwargs)
-        if zero.__func__ is nn.Module.zero_grad:
+        if getattr(zero, "__func__", None) is nn.Module.zero_grad:
             _zero_hidden(self, *args, **kwargs)
         return result
 

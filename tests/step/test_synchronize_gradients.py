@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, partialmethod
 from unittest import mock
 
 import pytest
@@ -214,6 +214,21 @@ class ZeroesAPart(nn.Sequential):
         else:
             super().zero_grad()
         return "zeroed"
+
+
+class ZeroesByDefault(ZeroesAPart):
+    """Zeroes its last layer alone, by what is no function of Python's."""
+
+    zero_grad = partialmethod(ZeroesAPart.zero_grad, last=True)
+
+
+@on_ranks(1)
+def test_a_class_whose_way_to_zero_is_no_function(rank, world):
+    """What it calls zeroes a part."""
+    module = sharded(lambda: ZeroesByDefault(nn.Linear(4, 4), nn.Linear(4, 4)))
+    module(torch.ones(2, 4)).sum().backward()
+    module.zero_grad()
+    assert [param.grad is None for param in module.parameters()] == [False, False, True, True]
 
 
 @on_ranks(2)

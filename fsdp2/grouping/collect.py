@@ -66,8 +66,8 @@ def collect(
     This is stage 1 of the life of a parameter (DESIGN.md). ``place`` then chooses how the parameter is cut.
 
     Raises:
-        ValueError: torch's own fully_shard manages a module below, a lazy module has not made its parameters yet, or a
-            module is scripted.
+        ValueError: torch's own fully_shard manages a module below, a lazy module has not made its parameters yet, a
+            module is scripted, or ``named_modules()`` hides one that has parameters.
     """
     modules = _managed_modules(roots, ignored_modules)
     prefixes = {module: name for root in roots for name, module in root.named_modules()}
@@ -81,7 +81,13 @@ def collect(
             if param in ignored:
                 ignores = True
                 continue
-            prefix = prefixes[module]
+            prefix = prefixes.get(module)
+            if prefix is None:
+                raise ValueError(
+                    f"fully_shard: {name} of {class_name(module)} has no name in the model, because a class there "
+                    "hides the module from named_modules(); expected every module with parameters among them. Let "
+                    "named_modules() return it, or leave it unsharded: ignored_modules={the_module}"
+                )
             full_name = f"{prefix}.{name}" if prefix else name
             if is_lazy(param):
                 raise ValueError(

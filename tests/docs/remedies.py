@@ -1294,6 +1294,21 @@ def saved_tensors_that_may_be_mutated(rank: int) -> Iterator[Callable[[], object
     goes_on(module)
 
 
+@remedy("or leave it unsharded: ignored_modules={the_module}")
+def a_module_without_a_name(rank: int) -> Iterator[Callable[[], object]]:
+    """The class shows all of its modules; or the hidden one is not sharded."""
+
+    class Hides(nn.Sequential):
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            return ((name, one) for name, one in super().named_modules(*args, **kwargs) if name != "1")
+
+    hiding = lambda kind: kind(nn.Linear(8, 8), nn.Linear(8, 8))
+    yield lambda: fully_shard(hiding(Hides), mesh=mesh_1d())
+    goes_on(fully_shard(hiding(nn.Sequential), mesh=mesh_1d()))
+    module = hiding(Hides)
+    goes_on(fully_shard(module, mesh=mesh_1d(), ignored_modules={module[1]}))
+
+
 @remedy("cannot show a shard in its place; expected an nn.Module. Call fully_shard on the module that was")
 def a_scripted_module(rank: int) -> Iterator[Callable[[], object]]:
     """The module that was scripted is sharded; or the parameters of the scripted one are left alone."""

@@ -278,7 +278,7 @@ def watch_inputs(
 
     A single input becomes a view with a hook on its node, so that the module may still change it in place. Several go
     through one autograd function, because its backward runs only when all gradients are there. So does a single input
-    that a collective is still writing.
+    that a collective is still writing, or that lies on another device than the module's, ``device``.
 
     Nothing is watched if an input is sparse or nested, since such a tensor has no views, and no autograd function can
     return it; nor if one is a dual number, whose tangent has a graph of its own.
@@ -286,16 +286,16 @@ def watch_inputs(
     # A nested tensor of the default kind calls itself strided.
     if any([t.layout is not torch.strided or t.is_nested for t in inputs]) or tangents_of(inputs):
         return inputs, None
-    if len(inputs) == 1 and not isinstance(inputs[0], AsyncCollectiveTensor):
+    here = inputs[0].device == device
+    if here and len(inputs) == 1 and not isinstance(inputs[0], AsyncCollectiveTensor):
         view = inputs[0].view_as(inputs[0])
         if view.grad_fn is not None:  # None under torch.func, where the node cannot be reached
             hook = _OneInput(done, starting)
             view.grad_fn.register_prehook(hook)
             return [view], partial(hook.follow, _made_by(inputs[0]), view, view._version)
     # Autograd runs a function on the thread of its first tensor's device, and hooks of ours on that of ``device``.
-    first = next((index for index, tensor in enumerate(inputs) if tensor.device == device), 0)
-    watched = _SeveralInputs.apply((done, starting), *inputs[first:], *inputs[:first])
-    return [*watched[len(inputs) - first :], *watched[: len(inputs) - first]], None
+    before = [] if here else [torch.empty(0, device=device)]
+    return [*_SeveralInputs.apply((done, starting), *before, *inputs)][len(before) :], None
 
 
 def _made_by(tensor: torch.Tensor) -> Any:

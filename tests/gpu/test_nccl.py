@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -361,12 +362,37 @@ class HostResults(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("returns", [True, False])
+class FromHost(nn.Module):
+    """A layer that is given a tensor on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.to(self.inner.weight.device))
+
+
+class HostInputs(nn.Module):
+    """Layers that are given what the host has computed, beside layers of the device; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.pairs = nn.ModuleList(nn.ModuleList([FromHost(), nn.Linear(8, 8)]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        host = torch.tanh(x.cpu())
+        return sum((given(host) + layer(torch.tanh(x)) for given, layer in self.pairs), 0 * x).square().mean()
+
+
+@pytest.mark.parametrize("build", [partial(HostResults, True), partial(HostResults, False), HostInputs])
 @on_devices(1, 2)
-def test_results_on_the_host(rank, world, device, returns):
+def test_tensors_on_the_host(rank, world, device, build):
     """Autograd runs what the host computes on a thread of its own, at any time; gradients are those of one process."""
     torch.manual_seed(3)
-    alone = HostResults(returns).to(device)
+    alone = build().to(device)
     model = copy.deepcopy(alone)
     mesh = init_device_mesh(device, (world,))
     for unit in (*(unit for pair in model.pairs for unit in pair), model):

@@ -302,6 +302,50 @@ def test_results_on_the_host(how):
     assert job.right, job
 
 
+class FromHost(nn.Module):
+    """A layer that is given a tensor on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute with it on the device."""
+        return self.inner(x.cuda())
+
+
+class HostInputs(nn.Module):
+    """Layers that are given what the host has computed, beside layers of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.pairs = nn.ModuleList(nn.ModuleList([FromHost(), nn.Linear(8, 8)]) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of their results."""
+        x = self.first(x)
+        host = torch.tanh(x.cpu())
+        return sum((given(host) + layer(torch.tanh(x)) for given, layer in self.pairs), torch.zeros((), device="cuda"))
+
+
+def host_inputs(rank: int, world: int) -> None:
+    """Train."""
+    model: Any = HostInputs().cuda()
+    mesh = init_device_mesh("cuda", (world,))
+    for unit in (*(unit for pair in model.pairs for unit in pair), model):
+        fsdp2.fully_shard(unit, mesh=mesh)
+    for _ in range(6):
+        model(torch.randn(4, 8, device="cuda")).sum().backward()
+        torch.cuda.synchronize()
+
+
+def test_inputs_on_the_host():
+    """A unit ends its backward by a node of the device, as if its inputs were there."""
+    job = run(2, host_inputs)
+    assert job.right, job
+
+
 def pipelines(rank: int, world: int) -> None:
     """Two stages of as many ranks each."""
     both = init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("pp", "dp"))

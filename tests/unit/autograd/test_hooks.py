@@ -97,12 +97,17 @@ def test_each_backward_of_a_backward_is_told_where_it_enters(inputs: int) -> Non
 
 
 def test_hooks_run_where_the_module_computes() -> None:
-    """Autograd has a thread for each device: the node on several inputs is one of the module's device."""
+    """Autograd has a thread for each device: the node on inputs elsewhere is one of the module's device."""
     log = Log()
-    inputs = (torch.ones(1, device="meta", requires_grad=True), log.leaf("a"), log.leaf("b"))
-    (given, _), _, _ = watch_inputs(inputs, {}, log.done)
-    assert [tensor.device.type for tensor in given] == ["meta", "cpu", "cpu"]
-    assert entries_from_elsewhere(given[0], torch.device("cpu"), 0) == [(given[1].grad_fn, given[0].output_nr)]
+    away = torch.ones(1, device="meta", requires_grad=True)
+    for others in ((), (log.leaf("a"), log.leaf("b"))):
+        (given, _), _, _ = watch_inputs((away, *others), {}, log.done)
+        assert [tensor.device.type for tensor in given] == ["meta", *("cpu" for _ in others)]
+        assert all(tensor.grad_fn is given[0].grad_fn for tensor in given)
+        assert entries_from_elsewhere(given[0], torch.device("cpu"), 0) == [(given[0].grad_fn, given[0].output_nr)]
+        given[0].backward(torch.ones(1, device="meta"))
+        assert log[0] == "done" and away.grad is not None
+        log.clear()
 
 
 class Away(torch.autograd.Function):

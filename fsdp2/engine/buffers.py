@@ -299,6 +299,20 @@ class ShardStore:
                 f"device: {elsewhere}"
             )
 
+    def refuse_gradients_elsewhere(self, indices: Iterable[int]) -> None:
+        """Raise RuntimeError if these parameters' shards are not where the mesh is: gradients will be on its device.
+
+        A forward without gradients may compute with shards that were moved to the CPU.
+        """
+        device = self.mesh.device
+        away = [param for param in map(self.params.__getitem__, indices) if param.local.device.type != device.type]
+        if away and not self.offloads:
+            raise RuntimeError(
+                f"{', '.join(param.name for param in away)}: shards on {away[0].local.device}, whose gradients will be "
+                f'on {device}; expected both on one device. Call module.to("{device.type}") before the forward, or '
+                "keep shards on the CPU by offload_policy=CPUOffloadPolicy()"
+            )
+
     def _place(self, pieces: Sequence[torch.Tensor]) -> None:
         """Copy ``pieces`` into the flat buffer, and make the copies the shards; stage 2 of the life of a parameter.
 

@@ -162,11 +162,17 @@ class GroupGradients:
         )
 
     def watch_all(self) -> None:
-        """Hook all gradients, so that a backward is noticed even if it does not enter through the module's outputs."""
+        """Hook all gradients, so that a backward is noticed even if it does not enter through the module's outputs.
+
+        Raises:
+            RuntimeError: The shards are on another device than the gradients will be.
+        """
         store = self._store
         if self._watched == (store.generation, store.revision):
             return
-        for i in self._computed():
+        computed = self._computed()
+        store.refuse_gradients_elsewhere(computed)
+        for i in computed:
             self._hook(i)
         self._watched = (store.generation, store.revision)
 

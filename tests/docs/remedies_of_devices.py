@@ -60,6 +60,25 @@ def offloaded_shards_on_the_device(rank: int) -> Iterator[Call]:
         assert all(isinstance(param, DTensor) and not param.is_cuda for param in module.parameters())
 
 
+@remedy("or keep shards on the CPU by offload_policy=CPUOffloadPolicy()", ranks=None)
+def shards_on_the_host_without_offloading(rank: int) -> Iterator[Call]:
+    """Both that are named, before a first forward and later; without gradients the forward computes. Autograd said in
+    backward that it cannot assign a gradient of another device, as it does with torch's fully_shard."""
+    module: Any = fully_shard(layers().cuda(), mesh=mesh())
+    module.cpu()
+    yield lambda: trains(module)
+    for _ in range(2):
+        with torch.no_grad():
+            module(torch.ones(2, 8, device="cuda"))
+        module.to("cuda")
+        trains(module)
+        module.zero_grad()
+        module.cpu()
+        with pytest.raises(RuntimeError, match=r"0\.weight.*shards on cpu, whose gradients will be on cuda:0"):
+            trains(module)
+    trains(fully_shard(layers().cuda(), mesh=mesh(), offload_policy=CPUOffloadPolicy()))
+
+
 @remedy("which waits for copies of them. Shard without offload_policy, or do not capture", ranks=None)
 def offloaded_shards_in_a_graph(rank: int) -> Iterator[Call]:
     """Both that are named. The model trains on after the refused capture."""

@@ -20,9 +20,9 @@ def test_they_communicate(rank, world, device):
         assert value.tolist() == [world * (world + 1) / 2] * 3
 
 
-def trouble(rank, world):
+def trouble(rank, world, why):
     """Fail on one rank."""
-    assert rank != world - 1, "trouble on purpose"
+    assert rank != world - 1, why
 
 
 @pytest.mark.slow
@@ -32,7 +32,11 @@ def test_processes_of_their_own(monkeypatch):
     monkeypatch.setattr(devices, "visible", lambda: [""])
     devices.on_gpus(2, test_they_communicate, {"device": "cpu"})
     with pytest.raises(RankError, match="trouble on purpose"):
-        devices.on_gpus(1, trouble, {})
+        devices.on_gpus(1, trouble, {"why": "trouble on purpose"})
+    with pytest.raises(RankError, match="Duplicate GPU detected"):
+        devices.on_gpus(1, trouble, {"why": "Duplicate GPU detected"})
+    with pytest.raises(pytest.skip.Exception, match="needs 2 CUDA devices"):
+        devices.on_gpus(2, trouble, {"why": "Duplicate GPU detected"})
 
 
 HOSTS_AND_GPUS = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from fsdp2.comm.streams import Lane
 from fsdp2.tools.check.strict import LiveBytes, settled
 from tests.gpu.devices import on_devices, places
 from tests.step.test_teachers import Momentum, units
-from tests.support import api
+from tests.support import api, host_parts
 from tests.support.cases import TRANSFERS
 from tests.support.fake import fake_mesh
 
@@ -314,93 +313,20 @@ def test_a_teacher_that_is_written_without_a_trace(rank, world, device):
             torch.cuda.synchronize()
 
 
-class Left:
-    """What a layer leaves for the next one, as in a cache."""
-
-    value: Tensor
-
-
-class Beside(nn.Module):
-    """A layer with a second result, which lies on the host: one that it returns, or leaves."""
-
-    def __init__(self, returns: bool) -> None:
-        super().__init__()
-        self.main, self.side, self.returns = nn.Linear(8, 8), nn.Linear(8, 8), returns
-
-    def forward(self, x: Tensor, left: Left) -> tuple[Tensor, Tensor | None]:
-        side = torch.tanh(self.side(x).cpu() * 2)
-        if not self.returns:
-            left.value = side
-        return self.main(x), side if self.returns else None
-
-
-class Reads(nn.Module):
-    """A layer that computes with such a result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.main, self.side = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, left: Left) -> Tensor:
-        return torch.tanh(self.main(x)) + self.side((left.value + 1).to(x.device))
-
-
-class HostResults(nn.Module):
-    """Pairs of these; returns the loss."""
-
-    def __init__(self, returns: bool) -> None:
-        super().__init__()
-        self.pairs = nn.ModuleList(nn.ModuleList([Beside(returns), Reads()]) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for beside, reads in self.pairs:
-            left = Left()
-            x, side = beside(x, left)
-            if side is not None:
-                left.value = side
-            x = reads(x, left)
-        return x.square().mean()
-
-
-class FromHost(nn.Module):
-    """A layer that is given a tensor on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.to(self.inner.weight.device))
-
-
-class HostInputs(nn.Module):
-    """Layers that are given what the host has computed, beside layers of the device; returns the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.pairs = nn.ModuleList(nn.ModuleList([FromHost(), nn.Linear(8, 8)]) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        host = torch.tanh(x.cpu())
-        return sum((given(host) + layer(torch.tanh(x)) for given, layer in self.pairs), 0 * x).square().mean()
-
-
-@pytest.mark.parametrize("build", [partial(HostResults, True), partial(HostResults, False), HostInputs])
+@pytest.mark.parametrize("how", host_parts.HOW)
 @on_devices(1, 2)
-def test_tensors_on_the_host(rank, world, device, build):
+def test_parts_on_the_host(rank, world, device, how):
     """Autograd runs what the host computes on a thread of its own, at any time; gradients are those of one process."""
     torch.manual_seed(3)
-    alone = build().to(device)
+    alone = host_parts.made(how).to(device)
     model = copy.deepcopy(alone)
     mesh = init_device_mesh(device, (world,))
-    for unit in (*(unit for pair in model.pairs for unit in pair), model):
+    for unit in host_parts.units(model):
         fully_shard(unit, mesh=mesh)
     for step in range(STEPS):
-        whole = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step)).to(device)
-        model(whole.chunk(world)[rank]).backward()
-        alone(whole).backward()
+        whole = torch.randn(ROWS, host_parts.WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
+        model(whole.chunk(world)[rank]).square().mean().backward()
+        alone(whole).square().mean().backward()
     for got, expected in zip(model.parameters(), alone.parameters(), strict=True):
         assert_close(got.grad.full_tensor(), expected.grad)
 

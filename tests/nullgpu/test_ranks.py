@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp2
 from tests.nullgpu.jobs import run
 from tests.nullgpu.test_runs import MIXED, WIDTH, Block, sharded
+from tests.support import host_parts
 
 # ---- NCCL of the null device ----
 
@@ -224,125 +225,24 @@ def test_without_rank_checks_nccl_gets_different_calls():
     assert job.differences, job
 
 
-class Left:
-    """What a layer leaves for the next one, as in a cache."""
-
-    value: torch.Tensor
-
-
-class Beside(nn.Module):
-    """A layer with a second result, which lies on the host: one that it returns, leaves in an object, or keeps."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.main, self.side = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.how = how
-
-    def forward(self, x: torch.Tensor, left: Left) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the first result, and the other one if it is returned."""
-        side = self.side(x).cpu() * 2
-        if self.how == "leaves":
-            left.value = side
-        if self.how == "keeps":
-            self.kept = side
-        return self.main(x), side if self.how == "returns" else None
-
-
-class Reads(nn.Module):
-    """A layer that computes with such a result; in backward, the host or the device is ``late``."""
-
-    def __init__(self, late: str) -> None:
-        super().__init__()
-        self.main, self.side, self.late = nn.Linear(8, 8), nn.Linear(8, 8), late
-
-    def forward(self, x: torch.Tensor, left: Left) -> torch.Tensor:
-        """Add to a result what is made of the other one."""
-        host, device = left.value + 1, self.main(x)
-        for where, tensor in ("host", host), ("device", device):
-            tensor.register_hook(lambda grad, late=where == self.late: time.sleep(0.1 if late else 0.0))
-        return device + self.side(host.to(x.device))
-
-
-class HostResults(nn.Module):
-    """Pairs of these."""
-
-    def __init__(self, how: str, late: str) -> None:
-        super().__init__()
-        self.pairs = nn.ModuleList(nn.ModuleList([Beside(how), Reads(late)]) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the pairs."""
-        for beside, reads in self.pairs:
-            left = Left()
-            x, side = beside(x, left)
-            if not hasattr(left, "value"):
-                left.value = beside.kept if side is None else side
-            x = reads(x, left)
-        return x
-
-
-def host_results(rank: int, world: int, how: str) -> None:
+def computes_on_the_host(rank: int, world: int, how: str) -> None:
     """Train; backward is late on the host on one rank, and on the device on the other."""
-    model: Any = HostResults(how, "host" if rank == 0 else "device").cuda()
+    model = host_parts.made(how, "host" if rank == 0 else "device").cuda()
     mesh = init_device_mesh("cuda", (world,))
-    for unit in (*(unit for pair in model.pairs for unit in pair), model):
+    for unit in host_parts.units(model):
         fsdp2.fully_shard(unit, mesh=mesh)
-    for _ in range(3):
-        model(torch.randn(4, 8, device="cuda")).sum().backward()
+    for _ in range(6):
+        model(torch.randn(4, host_parts.WIDTH, device="cuda")).sum().backward()
         torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("how", ["returns", "leaves", "keeps"])
-def test_results_on_the_host(how):
+@pytest.mark.parametrize("how", host_parts.HOW)
+def test_parts_on_the_host(how):
     """Autograd runs what the host computes on a thread of its own, at any time; collectives keep their order.
 
     Units are small: a large one gathers ahead when its gradients are there, and so in one order.
     """
-    job = run(2, host_results, how)
-    assert job.right, job
-
-
-class FromHost(nn.Module):
-    """A layer that is given a tensor on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute with it on the device."""
-        return self.inner(x.cuda())
-
-
-class HostInputs(nn.Module):
-    """Layers that are given what the host has computed, beside layers of the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.pairs = nn.ModuleList(nn.ModuleList([FromHost(), nn.Linear(8, 8)]) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of their results."""
-        x = self.first(x)
-        host = torch.tanh(x.cpu())
-        return sum((given(host) + layer(torch.tanh(x)) for given, layer in self.pairs), torch.zeros((), device="cuda"))
-
-
-def host_inputs(rank: int, world: int) -> None:
-    """Train."""
-    model: Any = HostInputs().cuda()
-    mesh = init_device_mesh("cuda", (world,))
-    for unit in (*(unit for pair in model.pairs for unit in pair), model):
-        fsdp2.fully_shard(unit, mesh=mesh)
-    for _ in range(6):
-        model(torch.randn(4, 8, device="cuda")).sum().backward()
-        torch.cuda.synchronize()
-
-
-def test_inputs_on_the_host():
-    """A unit ends its backward by a node of the device, as if its inputs were there."""
-    job = run(2, host_inputs)
+    job = run(2, computes_on_the_host, how)
     assert job.right, job
 
 

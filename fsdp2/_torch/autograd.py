@@ -68,11 +68,10 @@ def entries_from_elsewhere(tensor: torch.Tensor, device: torch.device, since: in
 
 
 def _device_of(node: Any) -> torch.device | None:
-    """Return the device whose thread runs ``node``; None for a function of a user's before torch 2.13."""
+    """Return the device whose thread runs ``node``: that of its first output. None if torch does not tell."""
     try:
-        # The engine takes the device of the first output. Nothing public tells which that is.
         return node._input_metadata[0].device  # type: ignore[no-any-return]  # nodes have no stub
-    except RuntimeError:
+    except RuntimeError:  # torch 2.11 has no such attribute on the node of an autograd.Function
         return None
 
 

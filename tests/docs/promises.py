@@ -143,7 +143,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             WEIGHTS + "test_memory.py::test_ranks_that_show_nothing",
         ),
         "With gradients enabled, a forward raises an error": (WEIGHTS + "test_summon.py::test_forward_inside",),
-        "`torch.export`, `torch.onnx.export` and `torch.jit.trace` raise an error": (
+        "`torch.jit.trace`, `make_fx` and `torch.func.linearize` raise an error": (
             WEIGHTS + "test_summon.py::test_export_of_shards_is_refused",
         ),
         "additional memory, at most": (

@@ -1,9 +1,12 @@
 """The state of an optimizer in memory of the host, lent to the device for the part of a step that needs it.
 
-The state of a parameter is a tree, mostly a dictionary. Its tensors of more than one element, its *moments*, lie side
-by side in memory of the host, and those of a few parameters fill one *segment*. Numbers, such as a count of steps, stay
-where the optimizer has put them. ``optimizer.state`` shows the moments on the host; during a part of a step the
-optimizer finds copies on the device in their place.
+The state of a parameter is a tree, mostly a dictionary. Its tensors with dimensions, its *moments*, lie side by side in
+memory of the host, and those of a few parameters fill one *segment*. Numbers, such as a count of steps, stay where the
+optimizer has put them. ``optimizer.state`` shows the moments on the host; during a part of a step the optimizer finds
+copies on the device in their place.
+
+All ranks move the moments of the same parameters, also those of which they have no elements: collectives run where a
+tensor is.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from fsdp2.comm.staging import Staging, has_host, host_memory
 from fsdp2.optim.alike import is_counter, shown_state
 from fsdp2.optim.leaves import take_apart
 from fsdp2.sharding.packing import align, in_buckets
-from fsdp2.sharding.spec import dense_strides, dtensor_like, on_this_rank
+from fsdp2.sharding.platform import platform
+from fsdp2.sharding.spec import cut_dim, dense_strides, dtensor_like, on_this_rank
 
 __all__ = ["HOST_STATE", "HostState"]
 
@@ -178,7 +182,7 @@ class HostState:
         """``whole``: the state is that of whole parameters on their owners, and so a plain tensor."""
         self._budget_bytes, self._bucket_bytes, self._pin, self._whole = budget_bytes, bucket_bytes, pin, whole
         self._held: dict[torch.Tensor, _Held] = {}
-        self._kept: dict[torch.Tensor, int] = {}  # bytes of moments that stay on the device
+        self._kept: dict[torch.Tensor, int] = {}  # bytes of moments that stay on the device, on the rank with most
         self._hosts: dict[torch.device, bool] = {}  # which devices have memory apart from the host's
         self._staging: dict[torch.device, Staging] = {}
         self._slots: dict[torch.device, _Slot] = {}  # of the part of a step that runs
@@ -229,18 +233,18 @@ class HostState:
         chosen: list[tuple[torch.Tensor, _Tree, list[int], torch.device]] = []
         total = 0
         for param, tree, anywhere in items:
-            # Here, in the order of parameters: what moves is written last, and some ranks have nothing of a parameter
-            # to move. torch gathers a whole state dict in the order in which each rank's state has it.
+            # Here, in the order of parameters: what moves is written last, and ranks may differ in what stays if
+            # moments are made of other tensors. torch gathers a whole state dict in the order of each rank's state.
             state.setdefault(param, {})
             self._held.pop(param, None)
             self._kept.pop(param, None)
             moments = [i for i, leaf in enumerate(tree.leaves) if self._is_moment(leaf, param, anywhere)]
-            nbytes = sum(_nbytes(tree.leaves[i]) for i in moments)
             if moments:
                 device = self._device_of(tree.leaves[moments[0]], param)
-                if sum(self._kept.values()) + nbytes > self._budget_bytes:
+                nbytes = sum(_most_bytes(tree.leaves[i]) for i in moments)
+                if not self._budget_bytes or sum(self._kept.values()) + nbytes > self._budget_bytes:
                     chosen.append((param, tree, moments, device))
-                    total += nbytes
+                    total += sum(_nbytes(tree.leaves[i]) for i in moments)
                     continue
                 self._kept[param] = nbytes
                 for i in moments:
@@ -268,12 +272,12 @@ class HostState:
         return self._staging[device]
 
     def _is_moment(self, leaf: Any, param: torch.Tensor, anywhere: bool) -> bool:
-        if not isinstance(leaf, torch.Tensor) or leaf.numel() < 2 or leaf.layout is not torch.strided:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.layout is not torch.strided:
             return False
-        local, device = on_this_rank(leaf), self._device_of(leaf, param)
-        if not local.numel() or not self.moves_from(device):
+        device = self._device_of(leaf, param)
+        if not self.moves_from(device):
             return False
-        return local.device == device or (anywhere and leaf.shape == param.shape)
+        return on_this_rank(leaf).device == device or (anywhere and leaf.shape == param.shape)
 
     def _device_of(self, leaf: torch.Tensor, param: torch.Tensor) -> torch.device:
         """Return the device that computes with ``leaf``, a part of the state of ``param``."""
@@ -284,6 +288,20 @@ class HostState:
         if device not in self._hosts:
             self._hosts[device] = has_host(device)
         return self._hosts[device]
+
+    def _stays(self, leaf: Any) -> bool:
+        """Return whether ``leaf`` is a moment, and is on a device."""
+        return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and self.moves_from(on_this_rank(leaf).device)
+
+    def saved(self, entry: Any) -> Any:
+        """Return ``entry``, the state of a parameter, with copies on the host of moments that stay on the device.
+
+        A state dict is on one device then. torch loads a full one into no other.
+        """
+        tree, host = _Tree(entry), torch.device(platform().host)
+        leaves = [_on_device(leaf, host) if self._stays(leaf) else leaf for leaf in tree.leaves]
+        changed = any(new is not leaf for new, leaf in zip(leaves, tree.leaves, strict=True))
+        return tree.with_leaves(leaves) if changed else entry
 
     # ---- a step ----
 
@@ -423,6 +441,18 @@ def _nbytes(leaf: Any) -> int:
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return 0
     return sum(align(inner.nbytes) for inner in inner_tensors(on_this_rank(leaf)))
+
+
+def _most_bytes(moment: torch.Tensor) -> int:
+    """Return the bytes of ``moment`` on the rank that has most of it; of one made of other tensors, on this rank."""
+    local = on_this_rank(moment)
+    if not isinstance(moment, DTensor) or local is not inner_tensors(local)[0]:
+        return _nbytes(moment)
+    shape = list(moment.shape)
+    for placement, ranks in zip(moment.placements, moment.device_mesh.shape, strict=True):
+        if (dim := cut_dim(placement)) is not None:
+            shape[dim] = -(-shape[dim] // ranks)
+    return align(math.prod(shape) * local.itemsize)
 
 
 def _on_device(moment: torch.Tensor, device: torch.device) -> torch.Tensor:

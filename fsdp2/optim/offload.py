@@ -59,8 +59,8 @@ def offload_optimizer_state(
     Args:
         optimizer: One of torch's elementwise optimizers (those that ``use_local_shards`` lists), or one that was passed
             to ``use_full_params``.
-        device_budget_bytes: Bytes of moments, on each rank, that stay on the device. The first parameters whose moments
-            fit are chosen.
+        device_budget_bytes: Bytes of moments, on the rank with most, that stay on the device. The first parameters
+            whose moments fit are chosen, the same on all ranks. State dicts have copies of them on the CPU.
         bucket_mb: MiB of moments that are on the device at a time, three times: those of one parameter may exceed it.
         pin_memory: Keep them in page-locked memory, which copies beside kernels need. torch rounds each bucket up to a
             power of two.
@@ -129,7 +129,7 @@ def _carry(optimizer: optim.Optimizer, options: _Options) -> None:
 
 
 class _Offloaded:
-    """The replaced step and ``load_state_dict`` of one optimizer."""
+    """The replaced step of one optimizer, and its state dicts."""
 
     def __init__(self, optimizer: optim.Optimizer, host: HostState) -> None:
         self._optimizer, self._host = optimizer, host
@@ -141,7 +141,8 @@ class _Offloaded:
         """Replace the methods, and move the state that there is."""
         optimizer = self._optimizer
         replace_step(optimizer, self._step)
-        optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]  # of this one alone
+        optimizer.state_dict = types.MethodType(self._state_dict, optimizer)  # type: ignore[method-assign]  # of this one alone
+        optimizer.load_state_dict = types.MethodType(self._load_state_dict, optimizer)  # type: ignore[method-assign]  # likewise
         self._settle(loaded=True)
 
     def _params(self) -> list[torch.Tensor]:
@@ -230,7 +231,12 @@ class _Offloaded:
                     "the replay, or leave offload_optimizer_state out"
                 )
 
-    # ---- loading ----
+    # ---- state dicts ----
+
+    def _state_dict(self, optimizer: optim.Optimizer) -> dict[str, Any]:
+        """Return the state dict, with all moments on the host."""
+        found = type(optimizer).state_dict(optimizer)
+        return {**found, "state": {key: self._host.saved(entry) for key, entry in found["state"].items()}}
 
     def _load_state_dict(self, optimizer: optim.Optimizer, state_dict: dict[str, Any]) -> None:
         load = type(optimizer).load_state_dict

@@ -6,11 +6,14 @@ import copy
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import fsdp2
 from tests.nullgpu.device import Counts
+from tests.nullgpu.jobs import run
 from tests.nullgpu.programs import ranks
 from tests.nullgpu.test_bytes import LLAMA, model_of
 
@@ -106,3 +109,38 @@ def test_loading_whole_moments():
             assert {moment.to_local().device.type for moment in moments} == {"cpu" if offloads else "cuda"}
             assert all(moment.to_local().shape == (128, 1024) for moment in moments)
     assert found[0] >= 8 * 2 * 1024 * 1024 * 4 // 8 and found[1] < 64 << 10
+
+
+def whole_state(rank: int, world: int, budget: int, from_rank_0: bool) -> None:
+    """Load a full state dict where a rank has nothing of a weight, and a bias has one element."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).cuda()
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fsdp2.offload_optimizer_state(optimizer, device_budget_bytes=budget)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+    for _ in range(2):
+        model(torch.empty(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        shown = [entry[name] for entry in optimizer.state.values() for name in MOMENTS]
+        where = [moment.device.type for moment in shown]
+        kept = 2 if budget else 0  # moments, those of the first weight
+        assert where == ["cuda"] * kept + ["cpu"] * (len(shown) - kept), where
+        saved = optimizer.state_dict()["state"].values()
+        assert {entry[name].device.type for entry in saved for name in MOMENTS} == {"cpu"}
+        after = [entry[name] for entry in optimizer.state.values() for name in MOMENTS]
+        assert all(one is other for one, other in zip(after, shown, strict=True))
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+        set_optimizer_state_dict(model, optimizer, state if rank == 0 or not from_rank_0 else {}, options=options)
+
+
+@pytest.mark.parametrize("from_rank_0", [False, True])
+@pytest.mark.parametrize("budget", [0, 256])
+def test_a_whole_state_is_loaded(budget, from_rank_0):
+    """All ranks show moments on the host, also those of which they have none, and a state dict shows no others.
+
+    torch loads a full state dict into one device: some ranks raised an error, and the others waited for them.
+    """
+    job = run(2, whole_state, budget, from_rank_0, backend="cpu:gloo,cuda:nccl")
+    assert job.right, job

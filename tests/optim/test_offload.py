@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -87,8 +88,8 @@ def test_steps_are_those_without(rank, world, name, way):
             train(module, optimizer, steps)
         assert_same_training(modules, optimizers)
         moments = [v for entry in optimizers[1].state.values() for v in entry.values() if isinstance(v, DTensor)]
-        large = sum(local(moment).nbytes for moment in moments if moment.numel() > 1)
-        assert large <= on_host(optimizers[1]) <= large + 16 * len(moments)
+        nbytes = sum(local(moment).nbytes for moment in moments if moment.dim())
+        assert nbytes <= on_host(optimizers[1]) <= nbytes + 16 * len(moments)
 
 
 @composes("state on the host", "hybrid sharding", "Adam")
@@ -175,9 +176,12 @@ def test_memory_is_page_locked_if_asked_for(rank, world, pin_memory):
     assert asked and set(asked) == {pin_memory}
 
 
-@on_ranks(2)
+@on_ranks(2, 4)
 def test_a_budget(rank, world):
-    """Moments stay on the device as far as they fit; a larger budget keeps more, and results are the same."""
+    """Moments stay on the device as far as they fit; a larger budget keeps more, and results are the same.
+
+    All ranks keep those of the same parameters, also where some ranks have fewer elements, or none.
+    """
     kept = []
     with host_apart():
         for budget in (0, 300, 1 << 20):
@@ -188,7 +192,11 @@ def test_a_budget(rank, world):
                 train(module, optimizer, [1, 2])
             assert_same_training(modules, optimizers)
             kept.append(sum(optimizers[1].__dict__[HOST_STATE]._kept.values()))
-            assert kept[-1] <= budget and bool(on_host(optimizers[1])) is (budget < 1 << 20)
+            stays, moved = (getattr(optimizers[1].__dict__[HOST_STATE], name) for name in ("_kept", "_held"))
+            assert kept[-1] <= budget and bool(moved) is (budget < 1 << 20)
+            everybodys = [None] * world
+            dist.all_gather_object(everybodys, [name for name, p in modules[1].named_parameters() if p in stays])
+            assert all(names == everybodys[0] for names in everybodys)
     assert kept[0] == 0 < kept[1] < kept[2]
 
 

@@ -119,8 +119,8 @@ def known_problems(torch_version: str, *, cuda: bool, gpus: int, ranks_here: int
         )
     if cuda:
         found.append(
-            "fsdp2 has run on one GPU so far; its code for several has been tested on simulated devices only. Please "
-            "send this report, whatever it says"
+            "fsdp2 has run on single GPUs so far, also with ranks that share one; between several GPUs its code has "
+            "been tested on simulated devices only. Please send this report, whatever it says"
         )
     elif gpus and ranks_here > gpus:
         found.append(

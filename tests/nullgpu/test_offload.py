@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 import fsdp2
 from tests.nullgpu.device import Counts
@@ -143,4 +150,41 @@ def test_a_whole_state_is_loaded(budget, from_rank_0):
     torch loads a full state dict into one device: some ranks raised an error, and the others waited for them.
     """
     job = run(2, whole_state, budget, from_rank_0, backend="cpu:gloo,cuda:nccl")
+    assert job.right, job
+
+
+def loaded_by_other_means(rank: int, world: int, whole: bool) -> None:
+    """Load what torch refuses with two errors, as the page on what goes wrong says."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).cuda()
+    policy = fsdp2.CPUOffloadPolicy()
+    for layer in model:
+        fsdp2.fully_shard(layer, offload_policy=policy if whole else {"*weight": policy})
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.empty(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    full = StateDictOptions(full_state_dict=True)
+    weights = get_model_state_dict(model, options=full)
+    with pytest.raises(ValueError, match="Multiple devices found"):
+        set_model_state_dict(model, weights, options=full)
+    fsdp2.broadcast_from_rank0(model, weights if rank == 0 else None)
+    model.load_state_dict(weights)
+    state = get_optimizer_state_dict(model, optimizer, options=full)
+    with contextlib.nullcontext() if whole else pytest.raises(ValueError, match="Device mismatch"):
+        set_optimizer_state_dict(model, optimizer, state, options=full)
+    optimizer.load_state_dict(fsdp2.optim_state_dict_to_load(model, optimizer, state))
+    for name, parameter in model.named_parameters():
+        device = "cpu" if whole or name.endswith("weight") else "cuda"
+        assert {parameter.device.type, optimizer.state[parameter]["exp_avg"].device.type} == {device}, name
+    step()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_whole_states_on_two_devices(whole):
+    """Weights and optimizer state are loaded where torch takes one device, and stay where shards are."""
+    job = run(2, loaded_by_other_means, whole, backend="cpu:gloo,cuda:nccl")
     assert job.right, job

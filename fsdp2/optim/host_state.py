@@ -29,12 +29,17 @@ from fsdp2.sharding.packing import align, in_buckets
 from fsdp2.sharding.platform import platform
 from fsdp2.sharding.spec import cut_dim, dense_strides, dtensor_like, on_this_rank
 
-__all__ = ["HOST_STATE", "HostState"]
+__all__ = ["HOST_STATE", "HostState", "is_moment"]
 
 HOST_STATE = "_fsdp2_host_state"
 """An attribute of optimizers whose state lies in memory of the host: a ``HostState``."""
 _MOMENTS = 2
 """The number of moments that a parameter is expected to have, before it has any."""
+
+
+def is_moment(leaf: Any) -> bool:
+    """Return whether ``leaf`` of a parameter's state is a tensor with dimensions, however many elements a rank has."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
 class _Slot:
@@ -135,7 +140,7 @@ class _Held:
         for name in self._rest:
             value = after.get(name)
             if value is not self.entry[name]:
-                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                if is_moment(value):
                     return False
                 self.entry[name] = value
         return True
@@ -238,7 +243,7 @@ class HostState:
             state.setdefault(param, {})
             self._held.pop(param, None)
             self._kept.pop(param, None)
-            moments = [i for i, leaf in enumerate(tree.leaves) if self._is_moment(leaf, param, anywhere)]
+            moments = [i for i, leaf in enumerate(tree.leaves) if self._can_move(leaf, param, anywhere)]
             if moments:
                 device = self._device_of(tree.leaves[moments[0]], param)
                 nbytes = sum(_most_bytes(tree.leaves[i]) for i in moments)
@@ -271,8 +276,8 @@ class HostState:
             self._staging[device] = Staging(device)
         return self._staging[device]
 
-    def _is_moment(self, leaf: Any, param: torch.Tensor, anywhere: bool) -> bool:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.layout is not torch.strided:
+    def _can_move(self, leaf: Any, param: torch.Tensor, anywhere: bool) -> bool:
+        if not is_moment(leaf) or leaf.layout is not torch.strided:
             return False
         device = self._device_of(leaf, param)
         if not self.moves_from(device):
@@ -289,19 +294,16 @@ class HostState:
             self._hosts[device] = has_host(device)
         return self._hosts[device]
 
-    def _stays(self, leaf: Any) -> bool:
-        """Return whether ``leaf`` is a moment, and is on a device."""
-        return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and self.moves_from(on_this_rank(leaf).device)
-
     def saved(self, entry: Any) -> Any:
         """Return ``entry``, the state of a parameter, with copies on the host of moments that stay on the device.
 
         A state dict is on one device then. torch loads a full one into no other.
         """
         tree, host = _Tree(entry), torch.device(platform().host)
-        leaves = [_on_device(leaf, host) if self._stays(leaf) else leaf for leaf in tree.leaves]
-        changed = any(new is not leaf for new, leaf in zip(leaves, tree.leaves, strict=True))
-        return tree.with_leaves(leaves) if changed else entry
+        stays = [is_moment(leaf) and self.moves_from(on_this_rank(leaf).device) for leaf in tree.leaves]
+        if not any(stays):
+            return entry
+        return tree.with_leaves([_on_device(leaf, host) if on else leaf for leaf, on in zip(tree.leaves, stays)])
 
     # ---- a step ----
 

@@ -21,7 +21,7 @@ from fsdp2.autograd.hooks import around_loading_once
 from fsdp2.comm.streams import ComputeLane
 from fsdp2.engine.param import lend_gradient, take_assigned
 from fsdp2.optim.alike import STEPS_ON_WHOLE, is_counter, local_gradient
-from fsdp2.optim.host_state import HOST_STATE, HostState
+from fsdp2.optim.host_state import HOST_STATE, HostState, is_moment
 from fsdp2.optim.local.local_step import is_known_elementwise, refuse_not_elementwise, use_local_shards
 from fsdp2.optim.local.proxies import proxy_of
 from fsdp2.optim.partial import PartialGroups, replace_step, step_of
@@ -271,8 +271,7 @@ def _hide(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return ``state_dict`` with the moments in it hidden."""
 
     def hidden(name: Any, value: Any) -> Any:
-        moment = isinstance(value, torch.Tensor) and value.numel() > 1 and not is_counter(name)
-        return _Hidden(value) if moment else value
+        return _Hidden(value) if is_moment(value) and not is_counter(name) else value
 
     state = {
         key: {name: hidden(name, value) for name, value in entry.items()} if isinstance(entry, dict) else entry

@@ -397,6 +397,29 @@ def the_optimizer_of_another_model(rank: int) -> Iterator[Call]:
     assert set(fsdp2.optim_state_dict(other, optimizer)["state"]) == {name for name, _ in other.named_parameters()}
 
 
+@remedy("as in the optimizer; pass the state dict of this optimizer, or none")
+def the_state_of_another_optimizer(rank: int) -> Iterator[Call]:
+    """Its own, and none."""
+    module = model()
+    other = trained(module, torch.optim.Adam([{"params": list(module[0].parameters())}]))
+    optimizer = trained(module, torch.optim.Adam(module.parameters()))
+    yield lambda: fsdp2.optim_state_dict(module, optimizer, other.state_dict())
+    own = fsdp2.optim_state_dict(module, optimizer, optimizer.state_dict())
+    assert set(own["state"]) == set(fsdp2.optim_state_dict(module, optimizer)["state"])
+    goes_on(module)
+
+
+@remedy("Pass an optimizer's state dict, as fsdp2.optim_state_dict returns it")
+def what_is_no_state_of_an_optimizer(rank: int) -> Iterator[Call]:
+    """What the function returns."""
+    module = model()
+    optimizer = trained(module, torch.optim.Adam(module.parameters()))
+    yield lambda: fsdp2.optim_state_dict_to_load(module, optimizer, {"optimizer": optimizer.state_dict()})
+    saved = fsdp2.optim_state_dict(module, optimizer)
+    optimizer.load_state_dict(fsdp2.optim_state_dict_to_load(module, optimizer, saved))
+    goes_on(module)
+
+
 @remedy("with different hyperparameters; build the optimizer with groups like the saved ones")
 def groups_that_are_one_now(rank: int) -> Iterator[Call]:
     """The optimizer gets the groups that were saved."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2._naming import class_name
@@ -66,14 +68,24 @@ def optim_state_dict(
         pieces. Every rank must call it.
 
     Raises:
-        ValueError: ``optim`` trains a parameter that ``model`` does not have.
+        TypeError: An argument has the wrong type.
+        ValueError: ``optim`` trains a parameter that ``model`` does not have, or the state to convert is that of
+            another optimizer: its groups have other numbers of parameters.
     """
-    places = _places("optim_state_dict", model, optim)
-    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-    by_key: dict[Any, torch.Tensor] = dict(enumerate(_params(optim)))
-    if "param_groups" in given:
-        pairs = zip(optim.param_groups, given["param_groups"])
-        by_key = {key: param for group, saved in pairs for key, param in zip(saved["params"], group["params"])}
+    where = "optim_state_dict"
+    _check_types(where, model, optim)
+    settings = get_state_dict_type(model)
+    # A full state is gathered: a rank that raised an error alone would leave the others waiting.
+    full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    with (ranks_of(model, managed=True) or Ranks.world()).agreed() if full else contextlib.nullcontext():
+        places = _places(where, model, optim)
+        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        _check_form(where, given)
+        by_key: dict[Any, torch.Tensor] = dict(enumerate(_params(optim)))
+        if "param_groups" in given:
+            _check_sizes(given["param_groups"], optim)
+            pairs = zip(optim.param_groups, given["param_groups"])
+            by_key = {key: param for group, saved in pairs for key, param in zip(saved["params"], group["params"])}
     names, items, trees = [], [], []
     for key, state in given["state"].items():
         place = places.get(by_key.get(key))
@@ -83,7 +95,6 @@ def optim_state_dict(
         for leaf, path in zip(leaves, keys_in(state, is_piece)):
             param = place.param if place is not None and placed_alike(leaf, place.tensor) else None
             items.append(Item(leaf, f"{names[-1]}: {'.'.join(path)}", param))
-    settings = get_state_dict_type(model)
     converted = convert(items, model, settings.state_dict_type, settings.optim_state_dict_config)
     if converted is None:
         return {}
@@ -98,15 +109,17 @@ def optim_state_dict(
     return result
 
 
+def _check_types(where: str, model: object, optim: object) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(optim, torch.optim.Optimizer):
+        raise TypeError(f"{where}: expected a module and its optimizer, got {type(model)} and {type(optim)}")
+
+
 def _places(where: str, model: nn.Module, optim: torch.optim.Optimizer) -> dict[Any, Place]:
     """Replace stale parameters of ``optim``, and return the place of each parameter of ``model``.
 
     Raises:
-        TypeError: An argument has the wrong type.
         ValueError: ``optim`` trains a parameter that ``model`` does not have.
     """
-    if not isinstance(model, nn.Module) or not isinstance(optim, torch.optim.Optimizer):
-        raise TypeError(f"{where}: expected a module and its optimizer, got {type(model)} and {type(optim)}")
     repair(optim)
     places = {place.tensor: place for place in select(model, where).places}
     for number, group in enumerate(optim.param_groups):
@@ -117,6 +130,33 @@ def _places(where: str, model: nn.Module, optim: torch.optim.Optimizer) -> dict[
                     f"parameter of {class_name(model)}; pass the model whose parameters the optimizer was given"
                 )
     return places
+
+
+def _check_form(where: str, given: Any) -> None:
+    """Raise TypeError unless ``given`` looks like the state dict of an optimizer."""
+    if not isinstance(given, Mapping):
+        got = f"a {type(given).__name__}"
+    elif not isinstance(given.get("state"), Mapping):
+        got = f"'state' that is {given['state']!r:.60}" if "state" in given else f"the keys {list(given)[:5]}"
+    else:
+        groups = given.get("param_groups", ())
+        if isinstance(groups, (list, tuple)) and all(isinstance(one, Mapping) and "params" in one for one in groups):
+            return
+        got = f"'param_groups' that are {groups!r:.60}"
+    raise TypeError(
+        f"{where}: expected a dictionary with 'state', a dictionary too, and maybe 'param_groups', a list of "
+        f"dictionaries with 'params'; got {got}. Pass an optimizer's state dict, as fsdp2.optim_state_dict returns it"
+    )
+
+
+def _check_sizes(groups: Sequence[Mapping[str, Any]], optim: torch.optim.Optimizer) -> None:
+    """Raise ValueError if ``groups`` are those of another optimizer: their numbers would stand for other parameters."""
+    sizes, expected = ([len(group["params"]) for group in some] for some in (groups, optim.param_groups))
+    if sizes != expected:
+        raise ValueError(
+            f"optim_state_dict: the state to convert has groups of {sizes} parameters, expected {expected} as in the "
+            "optimizer; pass the state dict of this optimizer, or none"
+        )
 
 
 def _params(optim: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -151,22 +191,24 @@ def optim_state_dict_to_load(
         A state dict for ``optim.load_state_dict``.
 
     Raises:
+        TypeError: An argument has the wrong type.
         ValueError: A tensor does not fit its parameter, one group's parameters were saved with different
             hyperparameters, or the numbered parameters differ from those of ``optim`` in their count in any group.
     """
-    places = _places("optim_state_dict_to_load", model, optim)
-    by_name = {name: place for place in places.values() for name in place.names}
-    ranks = Ranks.alone()
+    where, ranks = "optim_state_dict_to_load", Ranks.alone()
+    _check_types(where, model, optim)
     if getattr(get_state_dict_type(model).optim_state_dict_config, "rank0_only", False):
         ranks = ranks_of(model, managed=True) or Ranks.world()
-    given = _as_dictionaries(optim_state_dict)
+    given: Any = None
     with ranks.agreed():
+        places = _places(where, model, optim)
+        by_name = {name: place for place in places.values() for name in place.names}
         # With several ranks only the first rank's argument is used; the others may have passed anything.
         if ranks.first:
+            given = _as_dictionaries(optim_state_dict)
+            _check_form(where, given)
             given = _numbers_to_names(given, optim, places)
     saved = _convert_state(given, by_name, ranks)
-    if not isinstance(saved, Mapping) or "state" not in saved:
-        raise TypeError(f"optim_state_dict_to_load: expected a dictionary with 'state', got {type(saved).__name__}")
     states = {clean_name(key) if isinstance(key, str) else key: value for key, value in saved["state"].items()}
     keys = {param: places[param].name if is_named_optimizer else i for i, param in enumerate(_params(optim))}
     result: dict[str, Any] = {"state": {}}
@@ -227,8 +269,6 @@ def _numbers_to_names(saved: Any, optim: torch.optim.Optimizer, places: Mapping[
     Raises:
         ValueError: The groups of ``saved`` and of ``optim`` differ in size, or state belongs to an unknown number.
     """
-    if not isinstance(saved, Mapping) or "state" not in saved:
-        return saved
     groups = saved.get("param_groups")
     held = [key for group in groups or () for key in group["params"]]
     if not any(isinstance(key, int) for key in (*saved["state"], *held)):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
@@ -152,7 +152,7 @@ def test_only_the_first_rank_has_it(rank, world, hybrid):
     load(other, other_optimizer, state if rank == 0 else None, "full_on_rank0")
     assert other_optimizer.param_groups[0]["lr"] == 0.05
     assert train(module, optimizer, range(2, 4)) == train(other, other_optimizer, range(2, 4))
-    with pytest.raises(TypeError, match="expected a dictionary with 'state', got NoneType"):
+    with pytest.raises(TypeError, match="expected a dictionary with 'state', .* got a NoneType"):
         load(other, other_optimizer, None, "full_on_rank0")
     sharded = saved(module, optimizer, "sharded")
     with pytest.raises(TypeError, match="the first rank must give whole tensors, got a DTensor"):
@@ -313,6 +313,56 @@ def test_what_is_refused(rank, world):
     local["state"]["first.2.weight"]["exp_avg"]["offset"] = (3 - 3 * rank, 0)
     with pytest.raises(ValueError, match=r"first.2.weight: exp_avg is the piece of .*merge_local_state_dicts"):
         load(module, optimizer, local)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_another_optimizer_is_not_converted(rank, world, kind):
+    """Its numbers stood for this optimizer's parameters, in this optimizer's order, or stayed in the result."""
+    module, optimizer = trained()
+    params = list(module.parameters())
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    other = torch.optim.AdamW(groups, lr=0.05)
+    train(module, other, range(1))
+    with using(module, kind):
+        with pytest.raises(ValueError, match=r"groups of \[1, \d\] parameters, expected \[\d\] as in the optimizer"):
+            fsdp2.optim_state_dict(module, optimizer, other.state_dict())
+        fsdp2.optim_state_dict(module, optimizer, optimizer.state_dict())
+
+
+@on_ranks(2)
+def test_what_is_no_state_dict(rank, world):
+    """Errors were Python's own: KeyError: 'params'."""
+    module, optimizer = trained()
+    own = optimizer.state_dict()
+    for wrong, got in (
+        ([1], "a list"),
+        ({}, r"the keys \[\]"),
+        ({"state": [1]}, r"'state' that is \[1\]"),
+        ({**own, "param_groups": None}, "'param_groups' that are None"),
+        ({**own, "param_groups": [{"lr": 1}]}, r"'param_groups' that are \[\{'lr': 1\}\]"),
+    ):
+        for convert in (
+            lambda wrong: fsdp2.optim_state_dict(module, optimizer, wrong),
+            lambda wrong: fsdp2.optim_state_dict_to_load(module, optimizer, wrong),
+        ):
+            with pytest.raises(TypeError, match=f"expected a dictionary with 'state', .* got {got}"):
+                convert(wrong)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_fits_on_one_rank_only(rank, world):
+    """Every rank raises where ranks send each other values; the others waited."""
+    module, optimizer = trained()
+    config = FullOptimStateDictConfig(rank0_only=True)
+    mine = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1) if rank == 1 else optimizer
+    with fsdp2.state_dict_type(module, StateDictType.FULL_STATE_DICT, None, config):
+        state = fsdp2.optim_state_dict(module, optimizer)
+        with pytest.raises(ValueError, match=r"on rank 1: optim_state_dict: a parameter of shape \(3,\) in group 0"):
+            fsdp2.optim_state_dict(module, mine)
+        with pytest.raises(ValueError, match=r"on rank 1: optim_state_dict_to_load: a parameter of shape \(3,\)"):
+            fsdp2.optim_state_dict_to_load(module, mine, state)
+        optimizer.load_state_dict(fsdp2.optim_state_dict_to_load(module, optimizer, state))
 
 
 @on_ranks(2)

@@ -1045,6 +1045,32 @@ def a_receiver_that_is_new(rank: int) -> Iterator[Callable[[], object]]:
     goes_on(module)
 
 
+@remedy("make one with WeightBucket.from_metadata(metadata, buffer)")
+def a_bucket_in_two_parts(rank: int) -> Iterator[Callable[[], object]]:
+    """It is made again."""
+    module, receiver = model(), fsdp2.WeightReceiver()
+    buckets: list[fsdp2.WeightBucket] = []
+    fsdp2.WeightSender(module).send(buckets.append)
+    metadata, buffer = meet([(buckets[0].metadata, buckets[0].buffer)] if buckets else [])
+    yield lambda: receiver.apply((metadata, buffer))  # type: ignore[arg-type]
+    receiver.apply(fsdp2.WeightBucket.from_metadata(metadata, buffer))
+    assert len(receiver.tensors) == 6
+    goes_on(module)
+
+
+@remedy("dict(module.named_parameters()), or a function as load=")
+def a_receiver_of_a_module(rank: int) -> Iterator[Callable[[], object]]:
+    """Both."""
+    module, engine, loaded = model(), layers(), []
+    yield lambda: fsdp2.WeightReceiver(engine)  # type: ignore[arg-type]
+    fsdp2.WeightSender(module).send(fsdp2.WeightReceiver(dict(engine.named_parameters())).apply)
+    fsdp2.WeightSender(module).send(fsdp2.WeightReceiver(load=loaded.extend).apply)
+    assert len(loaded) == (6 if rank == 0 else 0)
+    whole = module[0].weight.full_tensor()
+    assert rank or torch.equal(engine[0].weight, whole)
+    goes_on(module)
+
+
 @remedy("Give the sender a mapping and a dtype, or leave tensors that are not sent out of WeightReceiver(tensors)")
 def other_tensors_than_those_sent(rank: int) -> Iterator[Callable[[], object]]:
     """All three."""

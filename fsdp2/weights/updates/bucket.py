@@ -152,9 +152,27 @@ class WeightBucket:
 
     @classmethod
     def from_metadata(cls, metadata: str, buffer: torch.Tensor) -> WeightBucket:
-        """Return the bucket that has this ``metadata`` and this ``buffer``."""
-        plain = json.loads(metadata)
-        return cls.from_header(plain, from_plain(plain["update"], None), buffer)
+        """Return the bucket that has this ``metadata`` and this ``buffer``.
+
+        Raises:
+            ValueError: ``metadata`` is not that of a bucket, or ``buffer`` that of another, or a part of it.
+        """
+        try:
+            plain = json.loads(metadata)
+            update = from_plain(plain["update"], None)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"WeightBucket.from_metadata: got {metadata!r:.60}, which is not the metadata of a bucket "
+                f"({type(error).__name__}: {error}); expected the string as the sender's bucket has it; send "
+                "bucket.metadata unchanged"
+            ) from error
+        got, expected = (buffer.dtype, tuple(buffer.shape)), (torch.uint8, (plain["nbytes"],))
+        if got != expected:
+            raise ValueError(
+                f"WeightBucket.from_metadata: bucket {plain['number']} of update {update.version}: got a buffer of "
+                f"dtype and shape {got}, expected {expected}; send bucket.buffer whole, with its own metadata"
+            )
+        return cls.from_header(plain, update, buffer)
 
     @classmethod
     def from_header(cls, header: dict[str, Any], update: Update, buffer: torch.Tensor) -> WeightBucket:

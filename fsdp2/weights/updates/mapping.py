@@ -312,9 +312,12 @@ class _Maker:
         total = entry.shape[0] if entry.shape else 0
         sizes = [total // len(rule.parts) if rows is None else rows for _, rows in rule.parts]
         if not total or sum(sizes) != total:
+            even, count = rule.parts[0][1] is None, len(sizes)
+            parts = f"{count} equal parts" if even else f"{sizes} rows"
+            expected = f"a number of rows that {count} divides" if even else f"{sum(sizes)} rows in all"
             raise ValueError(
-                f"{self.where}: {self.tensors[source][0][0]} is to be split into {sizes} rows; got "
-                f"{_described(entry)}, expected {sum(sizes)} rows in all; correct the rows of the rule"
+                f"{self.where}: {self.tensors[source][0][0]} is to be split into {parts}; got {_described(entry)}, "
+                f"expected {expected}; correct the rows of the rule"
             )
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return [(name, start, size) for (name, _), start, size in zip(rule.parts, starts, sizes)]

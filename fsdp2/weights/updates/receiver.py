@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
+from fsdp2._naming import class_name
 from fsdp2.weights.buckets import Entry
 from fsdp2.weights.updates.bucket import Update, WeightBucket
 from fsdp2.weights.updates.link import At, FromGroup
@@ -36,7 +37,7 @@ class WeightReceiver:
         device: The device of tensors that the receiver keeps. Default: where a bucket arrives.
 
     Raises:
-        TypeError: Both ``tensors`` and ``load`` are given.
+        TypeError: Both ``tensors`` and ``load`` are given, or one of them is something else.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class WeightReceiver:
     ) -> None:
         if tensors is not None and load is not None:
             raise TypeError("WeightReceiver: got both tensors and load, expected one of them or neither")
-        self.tensors: dict[str, torch.Tensor] = {} if tensors is None else dict(tensors)
+        if load is not None and not callable(load):
+            raise TypeError(f"WeightReceiver: load= must be a function of a list of (name, tensor), got {load!r}")
+        self.tensors = {} if tensors is None else _checked(tensors)
         self._given = tensors is not None
         self._load = load
         self._device = device
@@ -97,7 +100,13 @@ class WeightReceiver:
         Raises:
             RuntimeError: The bucket does not follow those before, its changes are relative to a version that this
                 receiver does not have, or the tensors are others than those of the receiver. Nothing is written.
+            TypeError: ``bucket`` is no bucket.
         """
+        if not isinstance(bucket, WeightBucket):
+            raise TypeError(
+                f"WeightReceiver.apply: expected a WeightBucket, got {type(bucket).__name__}; make one with "
+                "WeightBucket.from_metadata(metadata, buffer)"
+            )
         if bucket.number == 0:
             self._check(bucket.update)
         self._apply(bucket)
@@ -168,6 +177,22 @@ class WeightReceiver:
                 f"{f' and {len(wrong) - 4} more' if len(wrong) > 4 else ''}. Give the sender a mapping and a dtype, or "
                 "leave tensors that are not sent out of WeightReceiver(tensors)"
             )
+
+
+def _checked(tensors: object) -> dict[str, torch.Tensor]:
+    """Return the tensors by their names; raise TypeError for anything else."""
+    try:
+        found = dict(tensors)  # type: ignore[call-overload]  # or it raises
+    except (TypeError, ValueError):
+        found, got = None, class_name(tensors)
+    else:
+        got = next((f"{name!r}: {one!r:.60}" for name, one in found.items() if not isinstance(one, torch.Tensor)), "")
+    if got:
+        raise TypeError(
+            f"WeightReceiver: tensors must be a mapping from names to tensors, got {got}; pass "
+            "dict(module.named_parameters()), or a function as load="
+        )
+    return found  # type: ignore[return-value]  # not None
 
 
 def _entry_of(tensor: torch.Tensor | None) -> Entry | None:

@@ -253,6 +253,36 @@ def test_refused_before_anything_is_sent(rank, world):
         WeightReceiver({}, load=seen.append)
 
 
+@on_ranks(1)
+def test_what_is_no_engine_and_no_bucket(rank, world):
+    """Errors were Python's own, and a part of a buffer raised "shape '[]' is invalid for input of size 0"."""
+    module = model()
+    shard_each(module, fsdp2, mesh=mesh_1d())
+    for wrong, got in (
+        (module, "Sequential"),
+        (print, "builtin_function_or_method"),
+        (3, "int"),
+        ({"a": 1}, "'a': 1"),
+    ):
+        text = f"WeightReceiver: tensors must be a mapping from names to tensors, got {got}; pass dict"
+        assert text in raised(lambda wrong=wrong: WeightReceiver(wrong))
+    assert "load= must be a function of a list" in raised(lambda: WeightReceiver(load=3))
+    assert WeightReceiver(module.named_parameters()).tensors.keys() == dict(module.named_parameters()).keys()
+    buckets: list[fsdp2.WeightBucket] = []
+    WeightSender(module).send(buckets.append)
+    (bucket,) = buckets
+    receiver = WeightReceiver()
+    assert "TypeError: WeightReceiver.apply: expected a WeightBucket, got tuple" in raised(lambda: receiver.apply((1,)))
+    again = fsdp2.WeightBucket.from_metadata
+    for wrong in ("", "{}", "[]", '{"update": 3}', None):
+        assert "is not the metadata of a bucket" in raised(lambda wrong=wrong: again(wrong, bucket.buffer))
+    for buffer in (bucket.buffer[:-16], bucket.buffer.view(torch.int32), bucket.buffer[None]):
+        text = raised(lambda buffer=buffer: again(bucket.metadata, buffer))
+        assert "bucket 0 of update 1: got a buffer of dtype and shape" in text and "send bucket.buffer whole" in text
+    receiver.apply(again(bucket.metadata, bucket.buffer))
+    assert_received(receiver, module)
+
+
 @on_ranks(4)
 def test_one_name_for_experts_of_several_ranks(rank, world):
     """Different tensors under one name are refused, as in files."""

@@ -30,6 +30,9 @@ class PassHistory:
 
     def __init__(self, root: RootContext, log: PassLog, turns: Turns, number: int) -> None:
         self._root, self._log, self._turns, self._number = root, log, turns, number
+        # The list itself: the first forward has the root list its units anew. Other ranks may still compare what was
+        # gathered by hand before, and number its units as then.
+        self._units = root.all_states
         self._has_begun = False  # a pass of this root
         self.words = Words(root)
 
@@ -55,9 +58,10 @@ class PassHistory:
         if kind is not None and kind.name == "forward":
             self.words.forward_positions = {collective.group: i for i, collective in enumerate(collectives)}
 
-    def forget_order(self) -> None:
-        """Forget that order, since units were inserted or removed."""
+    def forget_units(self) -> None:
+        """Forget that order, and number the units anew, since some were inserted or removed."""
         self.words.forward_positions = {}
+        self._units = self._root.all_states
 
     def at_meeting(
         self, collective: Collective | None, *, compares: bool = True, setters: Iterable[str] = ()
@@ -110,7 +114,7 @@ class PassHistory:
         """
         if kind is None:
             return list(collectives)
-        groups = self._root.groups
+        groups = list(dict.fromkeys([group for unit in self._units for group in unit.groups]))
         stayed = [Collective("stay", groups[number]) for number in kind.stayed]
         portions = [Collective("gather over replicas", groups[number]) for number in kind.portions]
         return [*stayed, *portions, *collectives]
@@ -121,7 +125,7 @@ class PassHistory:
         # only their rank has.
         groups = {
             group: (number, [param.name.rpartition(".")[2] for param in group.params])
-            for number, unit in enumerate(self._root.all_states)
+            for number, unit in enumerate(self._units)
             for group in unit.groups
         }
         numbers = [(one.kind, None if one.group is None else groups[one.group], one.part) for one in collectives]

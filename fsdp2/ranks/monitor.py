@@ -126,7 +126,7 @@ class RankMonitor:
         """Forget as ``forget`` does, because units were inserted or removed, and refer to none that was removed."""
         self.forget("units were inserted or removed")
         self.log.forget_past()
-        self.history.forget_order()
+        self.history.forget_units()
         self.agreement.forget_units()
 
     # ---- collectives ----

@@ -225,6 +225,40 @@ def test_without_rank_checks_nccl_gets_different_calls():
     assert job.differences, job
 
 
+class Scaled(nn.Module):
+    """Two units, behind one without parameters, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.first, self.second = nn.Identity(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the units."""
+        return self.second(self.first(self.empty(x))) * self.scale
+
+
+def gathers_by_hand_first(rank: int, world: int, late: int) -> None:
+    """Gather before the first forward, one rank later than the others, which go on to that forward."""
+    model: Any = Scaled().cuda()
+    for unit in (model.empty, model.first, model.second, model):
+        fsdp2.fully_shard(unit)
+    with torch.no_grad(), mock.patch("fsdp2.ranks.board._LOOK_SECONDS", (0.1, 1.0)):
+        model.unshard()
+        if rank == late:
+            time.sleep(2)
+        with fsdp2.use_weights(model):
+            pass
+        model(torch.randn(4, WIDTH, device="cuda"))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_gathers_by_hand_later(late):
+    """Ranks compare what was gathered before the first forward as it was, though that forward lists units anew."""
+    job = run(2, gathers_by_hand_first, late)
+    assert job.right, job
+
+
 def computes_on_the_host(rank: int, world: int, how: str) -> None:
     """Train; backward is late on the host on one rank, and on the device on the other."""
     model = host_parts.made(how, "host" if rank == 0 else "device").cuda()

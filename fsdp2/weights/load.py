@@ -17,7 +17,7 @@ from fsdp2._warn import warn
 from fsdp2.sharding.boxes import narrow, numel, whole
 from fsdp2.weights.buckets import Entry, Part, blocks
 from fsdp2.weights.handed import copies_of_lent, why_unreadable
-from fsdp2.weights.matching import Loaded, check_ties, match, partly_loaded
+from fsdp2.weights.matching import Loaded, check_ties, match, naming, partly_loaded
 from fsdp2.weights.materialize import materialize
 from fsdp2.weights.names import clean_names
 from fsdp2.weights.progress import Progress, showing
@@ -150,7 +150,8 @@ def _load(
             source.move(matched, ranks, moved)
             for name, module in selection.extras.items():
                 if name in source.extras:
-                    module.set_extra_state(source.extras[name])
+                    with naming(name):
+                        module.set_extra_state(source.extras[name])
     waiting = [place.name for place in selection.left_out if place.local.is_meta]
     if waiting:
         warn(
@@ -178,7 +179,8 @@ class _FromFiles:
             size = self.given[name].dtype.itemsize
             pieces = list(blocks(place.box, max(_BLOCK_BYTES // size, 1)))
             for i, box in enumerate(pieces):
-                place.write(box, self.files.read(name, box), last=i == len(pieces) - 1)
+                with naming(name):
+                    place.write(box, self.files.read(name, box), last=i == len(pieces) - 1)
                 moved(numel(box) * size)
 
 
@@ -240,20 +242,26 @@ class _FromFirst:
             targets.setdefault(self.sent[name], []).append(place)
 
         def fill(part: Part, view: torch.Tensor) -> None:
-            view.copy_(narrow(self.state_dict[self.keys[part.index]].detach(), part.box))
+            with naming(self.keys[part.index]):
+                view.copy_(narrow(self.state_dict[self.keys[part.index]].detach(), part.box))
 
         def drain(part: Part, view: torch.Tensor) -> None:
             for place in targets.get(part.index, ()):
-                place.write(part.box, view, last=part.last)
+                with naming(place.name):
+                    place.write(part.box, view, last=part.last)
             moved(part.nbytes)
 
         transfer(self.entries, ranks, self.limit, fill, drain)
 
 
 def _entry(value: Any, key: str) -> Entry:
-    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided
-    if not plain or value.is_meta:
-        got = f"{type(value).__name__} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+    got = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        got += f" on {value.device}"
+        got += f" of layout {value.layout}" if value.layout is not torch.strided else ""
+        got += f" quantized as {value.dtype}" if value.is_quantized else ""
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.is_quantized
+    if not plain or value.is_meta or value.layout is not torch.strided:
         raise TypeError(
             f"{_FROM_RANK0}: {key} of rank 0's state_dict must be a full plain tensor, got {got}; gather DTensors "
             "first, and leave out what is not a tensor"

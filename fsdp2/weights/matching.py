@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from fsdp2.sharding.boxes import whole
 from fsdp2.weights.buckets import Entry, blocks
 from fsdp2.weights.select import Place, Selection
 
-__all__ = ["Loaded", "check_ties", "match", "partly_loaded"]
+__all__ = ["Loaded", "check_ties", "match", "naming", "partly_loaded"]
 
 
 class Loaded(NamedTuple):
@@ -101,14 +102,25 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
+class _AtName(RuntimeError):
+    """An error while one tensor, or extra state, was read or written; the text begins with its name."""
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Let errors of the block name what it reads or writes, for ``partly_loaded``."""
+    try:
+        yield
+    except Exception as error:
+        raise _AtName(f"{name}: {type(error).__name__}: {error}") from error
+
+
 def partly_loaded(where: str) -> Callable[[Exception], Exception]:
     """Return a function that turns a problem into an error saying that the module is partly loaded."""
 
     def explain(problem: Exception) -> Exception:
-        error = RuntimeError(
-            f"{where}: loading failed midway, the module is partly loaded; got {type(problem).__name__}: {problem}; "
-            "load it again"
-        )
+        got = str(problem) if isinstance(problem, _AtName) else f"{type(problem).__name__}: {problem}"
+        error = RuntimeError(f"{where}: loading failed midway, the module is partly loaded; got {got}; load it again")
         error.__cause__ = problem
         return error
 

@@ -23,10 +23,13 @@ def clean_names(names: Iterable[str], what: str) -> dict[str, str]:
     """Return a dictionary from the plain model's name to the name in ``names``; errors begin with ``what``.
 
     Raises:
+        TypeError: A name is not a string.
         ValueError: Two names are the same in the plain model, so one value would be lost.
     """
     found: dict[str, str] = {}
     for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{what} has the key {name!r}; expected names of parameters and buffers")
         earlier = found.setdefault(clean_name(name), name)
         if earlier != name:
             raise ValueError(

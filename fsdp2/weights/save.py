@@ -170,7 +170,12 @@ def _with_extras(selection: Selection) -> list[Place]:
     """Return all places, and a place for each extra state."""
     extras = []
     for name, module in selection.extras.items():
-        value = module.get_extra_state()
+        try:
+            value = module.get_extra_state()
+        except Exception as error:
+            raise RuntimeError(
+                f"{_WHERE}: {name}: {class_name(module)}.get_extra_state raised {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(value, torch.Tensor):
             raise NotImplementedError(
                 f"{_WHERE}: {name} is extra state of {class_name(module)}; got a {type(value).__name__}, expected a "

@@ -10,7 +10,7 @@ from torch import nn
 from fsdp2.sharding.boxes import Box, beyond, whole
 from fsdp2.sharding.platform import device_of
 from fsdp2.weights.buckets import Entry, Part
-from fsdp2.weights.matching import partly_loaded
+from fsdp2.weights.matching import naming, partly_loaded
 from fsdp2.weights.materialize import materialize
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Place, ranks_of, select
@@ -128,12 +128,14 @@ def _copy(moves: list[tuple[Entry, Box, list[Place]]], ranks: Ranks, limit: int,
     def fill(part: Part, view: torch.Tensor) -> None:
         _, box, targets = moves[part.index]
         if not summed or targets[0].is_sender(ranks):
-            targets[0].read(beyond(part.box, box), view)
+            with naming(targets[0].name):
+                targets[0].read(beyond(part.box, box), view)
 
     def drain(part: Part, view: torch.Tensor) -> None:
         _, box, targets = moves[part.index]
         for target in targets:
-            target.write(beyond(part.box, box), view, last=part.last)
+            with naming(target.name):
+                target.write(beyond(part.box, box), view, last=part.last)
 
     with ranks.agreed(partly_loaded(_WHERE)), torch.no_grad():
         transfer([entry for entry, _, _ in moves], ranks, limit, fill, drain, summed=summed)

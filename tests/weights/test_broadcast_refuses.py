@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp2
@@ -30,6 +33,14 @@ def broken(values, how):
         values["2.weight"] = [1.0]
     elif how == "twice":  # the last was taken without a word
         values["_orig_mod.2.weight"] = values["2.weight"] + 1
+    elif how == "number":
+        values[2] = values["2.weight"]
+    elif how == "sparse":
+        values["2.weight"] = values["2.weight"].to_sparse()
+    elif how == "quantized":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer versions of torch will lack them
+            values["2.weight"] = torch.quantize_per_tensor(values["2.weight"], 0.1, 0, torch.qint8)
     elif how == "meta":
         values["2.weight"] = values["2.weight"].to("meta")
     else:
@@ -48,6 +59,17 @@ def broken(values, how):
         ("kind", RuntimeError, "dtype of 2.weight: got torch.complex64, expected torch.float32"),
         ("no_tensor", TypeError, "2.weight of rank 0's state_dict must be a full plain tensor, got list"),
         ("meta", TypeError, "2.weight of rank 0's state_dict must be a full plain tensor, got Tensor on meta"),
+        ("number", TypeError, "rank 0's state_dict has the key 2; expected names"),
+        (
+            "sparse",
+            TypeError,
+            "2.weight of rank 0's state_dict must be .*, got Tensor on cpu of layout torch.sparse_coo",
+        ),
+        (
+            "quantized",
+            TypeError,
+            "2.weight of rank 0's state_dict must be .*, got Tensor on cpu quantized as torch.qint8",
+        ),
         ("twice", ValueError, "rank 0's state_dict holds both 2.weight and _orig_mod.2.weight"),
         ("nothing", TypeError, "must map names to tensors, got NoneType"),
     ],
@@ -168,6 +190,41 @@ def test_extra_state_that_cannot_travel(rank, world):
         fsdp2.broadcast_from_rank0(module, Unsendable(2, 2).state_dict() if rank == 0 else None)
 
 
+class Refusing(nn.Linear):
+    """Cannot give or take its extra state on rank 1."""
+
+    def get_extra_state(self):
+        if dist.get_rank() == 1:
+            raise KeyError("no state")
+        return torch.ones(2)
+
+    def set_extra_state(self, state):
+        if dist.get_rank() == 1:
+            raise LookupError("no place")
+
+
+@on_ranks(2)
+def test_extra_state_that_a_module_refuses(rank, world, tmp_path):
+    """The error names it, on every rank: it was "on rank 1: KeyError: 'no state'" alone."""
+    module = fsdp2.fully_shard(nn.Sequential(Refusing(2, 2)), mesh=mesh_1d())
+    with pytest.raises(
+        RuntimeError, match=r"on rank 1: save_safetensors: 0._extra_state: Refusing.get_extra_state raised"
+    ):
+        fsdp2.save_safetensors(module, tmp_path)
+    values = {**nn.Sequential(nn.Linear(2, 2)).state_dict(), "0._extra_state": torch.ones(2)}
+    with pytest.raises(RuntimeError, match=r"on rank 1: .*partly loaded; got 0._extra_state: LookupError: no place"):
+        fsdp2.broadcast_from_rank0(module, values if rank == 0 else None)
+
+
+@on_ranks(2)
+def test_a_buffer_that_cannot_be_written(rank, world):
+    """The error names it: its elements share memory."""
+    module = nn.Sequential(nn.BatchNorm1d(3))
+    module[0].running_mean = torch.zeros(1).expand(3)
+    with pytest.raises(RuntimeError, match=r"partly loaded; got 0.running_mean: RuntimeError: unsupported operation"):
+        fsdp2.sync_module_states(module)
+
+
 class Failing(dict):
     """Gives one tensor to be looked at, but not its values."""
 
@@ -184,7 +241,7 @@ def test_reading_fails_halfway(rank, world):
     module = sharded("mlp", meta=True)
     values = Failing(values_of(plain("mlp")))
     values.looks = 0
-    with pytest.raises(RuntimeError, match="partly loaded; got OSError: 2.weight cannot be read"):
+    with pytest.raises(RuntimeError, match="partly loaded; got 2.weight: OSError: 2.weight cannot be read"):
         fsdp2.broadcast_from_rank0(module, values if rank == 0 else None, bucket_mb=TINY)
     fsdp2.broadcast_from_rank0(module, values_of(plain("mlp")))
     assert_holds(module, values_of(plain("mlp")))

@@ -129,9 +129,10 @@ class ToGroup(Link):
 
     def deliver(self, bucket: WeightBucket) -> None:
         """Broadcast one bucket."""
-        self._heard = False  # until the buffer is sent, receivers wait for that
+        buffer = bucket.buffer.to(self._group.device)  # which may not fit: receivers do not wait for it yet
+        self._heard = False  # until the buffer is sent, they do
         self._group.say("bucket", bucket.header)
-        broadcast(bucket.buffer.to(self._group.device), self._group.axis, self._group.source)
+        broadcast(buffer, self._group.axis, self._group.source)
         self._heard = True
 
     def end(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp2
 from fsdp2 import WeightReceiver, WeightSender
 from fsdp2.weights.updates import collect, sender
+from fsdp2.weights.updates.link import ToGroup
 from tests.support import api, processes
 from tests.support.parity import mesh_1d, shard_each
 from tests.support.pool import LIMIT_SECONDS, POOL, on_ranks
@@ -215,6 +217,26 @@ def test_a_trainer_that_fails_when_all_is_received(rank, world):
             job.step(group)
         report = job.step(group)
         assert report is None or report.full == (job.steps == 2)
+        job.assert_same()
+
+
+@on_ranks(3)
+def test_a_bucket_that_does_not_fit_on_the_device(rank, world):
+    """Receivers hear of the error; they would wait for the bucket if it had been announced."""
+    to = torch.Tensor.to
+
+    def fails(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if sys._getframe(1).f_code is ToGroup.deliver.__code__:
+            raise MemoryError("no memory")
+        return to(self, *arguments, **options)
+
+    with group_with(rank, [0, 2], one_port()) as group:
+        job = Job(rank, world)
+        job.step(group)
+        with mock.patch.object(torch.Tensor, "to", fails):
+            assert "no memory" in raised(lambda: job.step(group))
+        report = job.step(group)
+        assert report is None or report.full
         job.assert_same()
 
 

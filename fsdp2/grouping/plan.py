@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp2._naming import class_name
 from fsdp2.engine.param import is_managed_tensor
-from fsdp2.grouping.collect import check_set
+from fsdp2.grouping.collect import check_set, collect
 from fsdp2.grouping.policy import PlannedUnit, Policy, choose_units
 
 __all__ = ["Plan", "describe", "plan_units"]
@@ -59,6 +59,8 @@ def plan_units(
         raise TypeError(f"plan_units: expected an nn.Module, got {module!r}")
     ignored = check_set("plan_units", "ignored_modules", ignored_modules, nn.Module)
     left_alone = check_set("plan_units", "ignored_params", ignored_params, nn.Parameter)
+    below_ignored = {param for one in ignored for param in one.parameters()}
+    collect((module,), left_alone | below_ignored, ignored)  # raises the errors of fully_shard, of a lazy module say
     units = [] if policy is None else choose_units((module,), policy, ignored, left_alone)
     return describe((module,), units, ignored, left_alone)
 

@@ -136,6 +136,8 @@ def _asks_recursively(policy: Policy) -> bool:
         TypeError: It takes neither.
     """
     try:
+        if isinstance(policy, nn.Module):  # its class was meant; it could be called with a module
+            raise TypeError
         signature = inspect.signature(policy)
         if "recurse" in signature.parameters:
             return True

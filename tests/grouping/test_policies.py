@@ -374,9 +374,20 @@ def test_a_plan_is_of_one_module():
         fsdp2.plan_units([nn.Linear(2, 2)])
 
 
+@pytest.mark.parametrize("policy", ["auto", {Block}, None, lambda part, recurse, nonwrapped_numel: recurse])
+def test_a_plan_of_a_lazy_module(policy):
+    """It raises the error of the call, which names the parameter; it raised torch's, which does not."""
+    module = Net()
+    module.blocks[1].up = nn.LazyLinear(4)
+    with pytest.raises(ValueError, match=r"fully_shard: blocks\.1\.up\.weight of LazyLinear has no shape yet; .*Run a"):
+        fsdp2.plan_units(module, policy)
+    fsdp2.plan_units(module, {Block}, ignored_modules=[module.blocks[1].up])
+
+
 def test_what_is_no_policy():
-    """Wrong types, wrong signatures and wrong answers are told apart."""
-    for policy in (3, "automatic", lambda: True, lambda a, b: True, object()):
+    """Wrong types, wrong signatures and wrong answers are told apart. A module in the place of its class was called
+    with each module, and raised what its forward did."""
+    for policy in (3, "automatic", lambda: True, lambda a, b: True, object(), Block()):
         with pytest.raises(TypeError, match="expected a ModuleWrapPolicy, a CustomPolicy, a set of nn.Module classes"):
             fsdp2.plan_units(Net(), policy)
     for policy in (set(), {int}, [Block, "Block"], int, ModuleWrapPolicy):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fsdp2._torch.autograd import is_made_since
+from fsdp2._torch.tensors import versions_of
 from fsdp2.autograd import hooks
 from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.autograd.trees import Tree
@@ -37,6 +38,8 @@ class Boundary:
         self._side_outputs = side_outputs
         self._copied: list[Tree] = []  # arguments in which the module got copies of the caller's containers
         self._writable: list[Any] = []  # arguments in which the module may leave results
+        self._given: Tensors = []  # what the module may change in place
+        self._versions: list[int] = []  # of these before the call
         self._known: dict[int, torch.Tensor] = {}  # tensors that were in these before the call, by id, kept alive
         self._left: Tensors = []  # results that the module has left in these
         self._at_end: list[Callable[[], None]] = []  # hold inputs
@@ -66,6 +69,9 @@ class Boundary:
 
     def enter(self, given: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
         """Return ``args`` and ``kwargs``, the values of ``given``, with the tensors that it has now."""
+        if torch.is_grad_enabled():
+            self._given += given.found
+            self._versions += versions_of(given.found)
         if given.writable:
             self._writable += given.writable
             self._known.update((id(tensor), tensor) for tensor in (*given.found, *given.hidden))
@@ -92,9 +98,17 @@ class Boundary:
             self._left = [tensor for tensor in written.tensors if is_made_since(tensor.grad_fn, self.first_node)]
 
     def end(self) -> None:
-        """Find out whether the call has changed its input, whose node then does not tell when backward is done."""
+        """Find out which inputs the call has changed in place.
+
+        The node of such an input does not tell when backward is done, and backward may enter the unit through it.
+        """
         while self._at_end:
             self._at_end.pop()()
+        now = versions_of(self._given)
+        if now != self._versions:
+            changed = [tensor for tensor, old, new in zip(self._given, self._versions, now) if old != new]
+            self._left += [tensor for tensor in changed if is_made_since(tensor.grad_fn, self.first_node)]
+        self._given.clear()  # hooks on results keep this object
 
     def watch_results(
         self,

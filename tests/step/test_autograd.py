@@ -85,6 +85,43 @@ def test_one_tensor_as_several_arguments(rank, world, mp_policy):
     assert products[0] == products[1]
 
 
+class AddsTo(nn.Module):
+    """Adds to a tensor that it is given, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, total, x=None):
+        total.add_(self.second(torch.tanh(self.first(total.clone() if x is None else x))))
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+@reshards
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("alone_given", [False, True])
+def test_a_unit_that_writes_to_an_argument(rank, world, reshard, part, alone_given):
+    """Backward enters by what the unit has written, be it its only input or a tensor without a gradient so far, or a
+    part of one. It raised "modified by an inplace operation". torch's calls the input a view that must not be changed,
+    or raises "storage of size 0"."""
+    module, alone = beside_one_process(lambda: nn.Sequential(AddsTo(), AddsTo()), reshard_after_forward=reshard)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for one in (module, alone):
+        leaf = x.clone().requires_grad_()
+        results = []
+        for unit in one:
+            whole = leaf * 2 if alone_given else torch.zeros(4, WIDTH)
+            unit(whole[:2] if part else whole, *(() if alone_given else (leaf[:2] if part else leaf,)))
+            results.append(whole)
+        losses.append(torch.cat([(results[0] * results[1]).flatten(), leaf.flatten()]).square().sum())
+        losses[-1].backward()
+        losses.append(leaf.grad)
+    torch.testing.assert_close(losses[:2], losses[2:])
+    assert_gradients(module, alone)
+
+
 class InLayout(nn.Module):
     """Two layers, between which values are in a layout other than that of a plain tensor."""
 

@@ -245,6 +245,20 @@ def test_a_single_input_may_be_changed_in_place(of: str, used_before: bool) -> N
     assert log == [*inside, "done", "leaf"]
 
 
+@pytest.mark.parametrize("part", [False, True])
+def test_backward_may_enter_by_an_argument_that_was_written(part: bool) -> None:
+    """What the module has not written is no entry, even if its node is new, as that of a view of what was changed."""
+    log = Log()
+    written, view = torch.zeros(4), (base := log.leaf("input") * 1).view(2)
+    base.mul_(2)
+    ((to, x), _), _, call = watch_inputs((written[:2] if part else written, view), {}, log.done)
+    to[:2].add_(log.through(x, "parameter"))
+    call.end()
+    call.watch_results(Tree((None,), results=True), log.starting)
+    written.sum().backward()
+    assert log == ["starting", "parameter", "done", "input"]
+
+
 def test_a_backward_without_the_inputs_is_never_done() -> None:
     log = Log()
     ((a,), _), _, _ = watch_inputs((log.leaf("a"),), {}, log.done)

@@ -15,10 +15,11 @@ import sys
 import sysconfig
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import accumulate, chain, repeat, takewhile
 from threading import Event, Thread, main_thread
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,12 +71,11 @@ class _Place(NamedTuple):
     visit: int
 
 
-def _frames() -> Iterator[FrameType]:
-    """Yield the frames of the main thread, the innermost first: torch reports no start or end of its collectives."""
-    frame = sys._current_frames().get(main_thread().ident or 0)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _frames() -> list[FrameType]:
+    """Return the frames of the main thread, the innermost first: torch reports no start or end of its collectives."""
+    top: Any = sys._current_frames().get(main_thread().ident or 0)
+    # No bytecode runs between one frame and the next, so the main thread does not go on meanwhile, and ends none.
+    return list(takewhile(bool, accumulate(chain((top,), repeat("f_back")), getattr)))
 
 
 def _is_users(path: str) -> bool:

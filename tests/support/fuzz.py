@@ -273,7 +273,7 @@ class Execution:
         self.pending: list[Tensor] = []
         self.held: set[str] = set()
         self.unreduced = False
-        self.stepped = False
+        self.stepped = self.penalised = False
         self.interrupted = False  # the latest forward, which only the next one finds out
 
     # ---- what everything is made of ----
@@ -337,10 +337,11 @@ class Execution:
         # Of a layer that runs twice: gradients that accumulate unreduced are added in the reduce dtype.
         in_order = plan.is_simple and not plan.caches
         in_order = in_order and not any(node.children or node.kind == "twice" for node in plan.all_nodes())
+        # After a penalty, gradients are sums over two paths, in an order that autograd chooses.
         # A single process divides by the number of ranks before its gradients are rounded, the ranks after theirs.
         exact_mean = self.world & (self.world - 1) == 0
         few_bits = plan.policy == "low" and (
-            self.stepped or not in_order or not exact_mean or plan.across(self.world) > 1
+            self.stepped or self.penalised or not in_order or not exact_mean or plan.across(self.world) > 1
         )
         layers = 2 + sum(1 + node.twice for node in plan.all_nodes())  # with the expert and the root's own
         self.allowed.append(2 * layers * ROUNDED if few_bits else EXACT * max(1.0, plan.repeats / 2))
@@ -505,6 +506,7 @@ class Execution:
             wide = torch.promote_types(output.dtype, torch.float32)
             return (output.to(wide) + gradient.to(wide).square().sum(1)).mean()
 
+        self.penalised = True
         frees, self.frees = self.frees, False  # a backward that is differentiated keeps what it saved
         loss = self.mean(map(penalised, self.parts))
         self.note("penalised loss", loss)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from fsdp2._torch.autograd import is_made_since
-from fsdp2._torch.tensors import versions_of
 from fsdp2.autograd import hooks
 from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.autograd.trees import Tree
@@ -38,8 +37,7 @@ class Boundary:
         self._side_outputs = side_outputs
         self._copied: list[Tree] = []  # arguments in which the module got copies of the caller's containers
         self._writable: list[Any] = []  # arguments in which the module may leave results
-        self._given: Tensors = []  # what the module may change in place
-        self._versions: list[int] = []  # of these before the call
+        self._given: list[tuple[torch.Tensor, Any]] = []  # what the module may change in place, with its node before
         self._known: dict[int, torch.Tensor] = {}  # tensors that were in these before the call, by id, kept alive
         self._left: Tensors = []  # results that the module has left in these
         self._at_end: list[Callable[[], None]] = []  # hold inputs
@@ -69,9 +67,8 @@ class Boundary:
 
     def enter(self, given: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
         """Return ``args`` and ``kwargs``, the values of ``given``, with the tensors that it has now."""
-        if torch.is_grad_enabled():
-            self._given += given.found
-            self._versions += versions_of(given.found)
+        for tensor in given.found:
+            self._given.append((tensor, tensor.grad_fn))
         if given.writable:
             self._writable += given.writable
             self._known.update((id(tensor), tensor) for tensor in (*given.found, *given.hidden))
@@ -104,11 +101,10 @@ class Boundary:
         """
         while self._at_end:
             self._at_end.pop()()
-        now = versions_of(self._given)
-        if now != self._versions:
-            changed = [tensor for tensor, old, new in zip(self._given, self._versions, now) if old != new]
-            self._left += [tensor for tensor in changed if is_made_since(tensor.grad_fn, self.first_node)]
-        self._given.clear()  # hooks on results keep this object
+        for tensor, node in self._given:
+            if tensor.grad_fn is not node and is_made_since(tensor.grad_fn, self.first_node):
+                self._left.append(tensor)
+        self._given = []  # hooks on results keep this object
 
     def watch_results(
         self,

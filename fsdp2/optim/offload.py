@@ -60,7 +60,8 @@ def offload_optimizer_state(
         optimizer: One of torch's elementwise optimizers (those that ``use_local_shards`` lists), or one that was passed
             to ``use_full_params``.
         device_budget_bytes: Bytes of moments, on the rank with most, that stay on the device. The first parameters
-            whose moments fit are chosen, the same on all ranks. State dicts have copies of them on the CPU.
+            whose moments fit are chosen, the same on all ranks; moments made of other tensors are counted on each rank
+            by itself. State dicts have copies of them on the CPU.
         bucket_mb: MiB of moments that are on the device at a time, three times: those of one parameter may exceed it.
         pin_memory: Keep them in page-locked memory, which copies beside kernels need. torch rounds each bucket up to a
             power of two.

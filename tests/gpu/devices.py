@@ -11,7 +11,7 @@ a test does to a device outlives it.
 One GPU is enough for any number of ranks. NCCL takes no two ranks of one host on a GPU, but it believes what
 ``NCCL_HOSTID`` says: ranks that share a GPU name different hosts, and talk over the loopback interface. So all that
 NCCL does is tested but its ways between GPUs; a collective is slow, as the kernels of ranks take turns. NCCL 2.28 on an
-H100 takes them. Where another refuses, the test is skipped.
+H100 takes ranks that share it. Where another NCCL refuses them, the test is skipped.
 """
 
 from __future__ import annotations

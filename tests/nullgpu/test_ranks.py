@@ -246,7 +246,7 @@ def gathers_by_hand_first(rank: int, world: int, late: int) -> None:
     with torch.no_grad(), mock.patch("fsdp2.ranks.board._LOOK_SECONDS", (0.1, 1.0)):
         model.unshard()
         if rank == late:
-            time.sleep(2)
+            time.sleep(2)  # the others look at the board meanwhile
         with fsdp2.use_weights(model):
             pass
         model(torch.randn(4, WIDTH, device="cuda"))

@@ -89,6 +89,14 @@ class ForwardPass(Pass):
         """Return whether ``group`` stays until the pass ends, because this rank may use it again, and others not."""
         return group.store.options.any_order and not self.is_quiet(group)
 
+    @property
+    def shows_end(self) -> bool:
+        """False if it found all that it used in memory: other ranks may run another number of such forwards.
+
+        One that used nothing shows its end: where others gather, no backward follows here that would tell.
+        """
+        return self.is_remembered or not self.route.stops
+
     def end_part(self, route: ForwardRoute[FSDPParamGroup]) -> None:
         """End what the observer and the itinerary see as one pass; another part follows, on ``route``."""
         super().end()

@@ -111,6 +111,7 @@ class RankMonitor:
                 self._meet()
             self.history.note_order()
             log.end()
+        self._to_begin = None  # it launched nothing
 
     def abandon(self) -> None:
         """End a pass that was aborted."""

@@ -81,6 +81,27 @@ def test_skipped_without_the_option(rank, world, fsdp):
             module(data(rank, step), rank != ODD).square().mean().backward()
 
 
+@report("The forward of one rank uses no unit", fresh=True, promise="error on every rank that names a unit of others")
+def test_a_forward_that_uses_nothing(rank, world, fsdp):
+    """No backward follows on that rank, so nothing else could tell before its next step, which is one behind."""
+
+    class Gate(nn.Module):
+        """A unit that may be skipped, in a root without parameters of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, used: bool) -> torch.Tensor:
+            return self.layer(x) if used else x
+
+    module = sharded(Gate, fsdp)
+    for step in range(3):
+        module(data(rank, step), True).square().mean().backward()
+    with refused("layer", "end of forward", otherwise="silently wrong: trains on"):
+        module(data(rank, 3), rank != ODD)
+
+
 def built_differently(rank, fsdp, build, *words: str, **options) -> None:
     """Build and shard a model that is another on one rank; the first forward must say so on every rank."""
     torch.manual_seed(0)

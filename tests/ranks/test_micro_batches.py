@@ -102,6 +102,33 @@ def test_a_usual_step_behind_different_numbers_of_micro_batches(rank, world, bef
         usual()
 
 
+@on_ranks(2, 4)
+def test_different_numbers_of_micro_batches_where_two_forwards_have_gathered(rank, world):
+    """A first forward had been followed by a second one that gathered as well, so ranks expected that of the next
+    second forward: a rank with one on kept parameters met the others before it ended, and they had none. Found by a
+    random program."""
+    module, plain = beside_one_process(partial(mlp, 6, 5, 4), linears, mesh=mesh_of(world), reshard_after_forward=False)
+    units, weights = (module, module[0], module[2]), [*module.parameters()]
+    module.set_reshard_after_backward(False)
+    for step in range(STEPS):
+        for unit in units:
+            unit.reshard()
+        batches = [micro_batches(one, step) for one in range(world)]
+        if step + 1 < STEPS:  # two forwards that gather
+            batches = [[torch.ones(3, 6)]] * world
+            module(torch.ones(3, 6))
+            for unit in units:
+                unit.reshard()
+        for i, batch in enumerate(batches[rank]):
+            module.set_requires_gradient_sync(i + 1 == len(batches[rank]))
+            module(batch).square().sum().backward()
+        for batch in (batch for some in batches for batch in some):
+            (plain(batch).square().sum() / world).backward()
+        for got, expected in zip(weights, plain.parameters(), strict=True):
+            torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+            got.grad = expected.grad = None
+
+
 class Recurrent(nn.Module):
     """One layer that runs twice, and a last one."""
 

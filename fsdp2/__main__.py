@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import runpy
 import sys
@@ -80,6 +81,8 @@ def main(arguments: Sequence[str]) -> int:
     if not given.module and not os.path.exists(given.program):
         commands = " and ".join(_SUBCOMMANDS)
         parser.error(f"{given.program!r}: no such file or command; the commands are {commands}, and -m runs a module")
+    if given.module and importlib.util.find_spec(given.program.partition(".")[0]) is None:
+        parser.error(f"No module named {given.program!r}; it is searched for in the current folder and in sys.path")
     _run(given.program, rest, module=given.module)
     return 0
 

@@ -104,6 +104,7 @@ def load_safetensors(
         ``(missing_keys, unexpected_keys)``; both are empty with ``strict``.
 
     Raises:
+        TypeError: ``path`` is not a str or os.PathLike.
         FileNotFoundError: A file does not exist.
         ValueError: A file is truncated or not a safetensors file, an index is wrong or names a file outside its
             folder, or two keys stand for one tensor of the plain model.

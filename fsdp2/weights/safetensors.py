@@ -17,7 +17,7 @@ from fsdp2.sharding.boxes import Box
 from fsdp2.weights.buckets import Entry
 from fsdp2.weights.names import clean_names
 
-__all__ = ["DTYPE_NAMES", "INDEX", "RESERVED", "WeightFiles", "write_header", "write_tensor"]
+__all__ = ["DTYPE_NAMES", "INDEX", "RESERVED", "WeightFiles", "path_of", "write_header", "write_tensor"]
 
 _DTYPES = {
     "F64": torch.float64,
@@ -61,13 +61,14 @@ class WeightFiles:
 
         Raises:
             ImportError: The package safetensors is missing.
+            TypeError: ``path`` is no path.
             FileNotFoundError: A file is missing.
             ValueError: A file is not a complete safetensors file, an index is wrong or names a file outside its folder,
                 a folder has several candidates, or a tensor of the plain model appears twice.
         """
         self._found: dict[str, tuple[Any, str]] = {}
         self.given: dict[str, Entry] = {}
-        file = _locate(Path(path), where)
+        file = _locate(path_of(path, where), where)
         listed: Mapping[Path, list[str] | None] = {file: None}
         if file.suffix == ".json":
             listed = _index(file, where)
@@ -95,6 +96,13 @@ class WeightFiles:
                 )
             self.given[name] = Entry(tuple(part.get_shape()), dtype)
             self._found[name] = (handle, key)
+
+
+def path_of(path: str | os.PathLike[str], where: str) -> Path:
+    """Return ``path`` as a Path; raise TypeError if it is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{where}: path must be a str or os.PathLike, got {path!r}")
+    return Path(path)
 
 
 def _locate(path: Path, where: str) -> Path:
@@ -149,7 +157,8 @@ def _open(path: Path, where: str) -> Any:
             f"{where}: reading needs the package safetensors, which is not installed; pip install safetensors"
         ) from error
     if not path.is_file():
-        raise FileNotFoundError(f"{where}: {path} is missing; its index names it; copy it there as well")
+        got = "is a folder, not a file" if path.is_dir() else "is missing"
+        raise FileNotFoundError(f"{where}: {path} {got}; its index names it; copy it there as well")
     try:
         return safe_open(str(path), framework="pt", device="cpu")
     except OSError:

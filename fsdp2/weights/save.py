@@ -19,7 +19,7 @@ from fsdp2.weights.buckets import Entry, Part
 from fsdp2.weights.offers import Mine, Offered, check_copies, gather_offers, joined
 from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
-from fsdp2.weights.safetensors import DTYPE_NAMES, INDEX, RESERVED, write_header, write_tensor
+from fsdp2.weights.safetensors import DTYPE_NAMES, INDEX, RESERVED, path_of, write_header, write_tensor
 from fsdp2.weights.select import Place, Selection, ranks_of, select
 from fsdp2.weights.temporary import temporary_folder
 from fsdp2.weights.transfer import bucket_bytes, check_cast, transfer
@@ -81,7 +81,7 @@ def save_safetensors(
             limit = bucket_bytes(bucket_mb)
             selection = select(model, _WHERE)
             selection.check(_WHERE, idle=False)
-            target = _Target.of(Path(path), max_shard_bytes)
+            target = _Target.of(path_of(path, _WHERE), max_shard_bytes)
             mine = _tensors(selection, dtype)
         # With different buckets or files, ranks would misread each other's bytes.
         limit, target = ranks.share((limit, target))

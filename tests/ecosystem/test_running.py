@@ -104,3 +104,6 @@ def test_help_and_what_does_not_exist(capsys):
         main(["no/such/file.py"])
     said = "'no/such/file.py': no such file or command; the commands are forecast and check, and -m runs a module"
     assert left.value.code == 2 and said in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        main(["-m", "no_such_package.train"])
+    assert left.value.code == 2 and "No module named 'no_such_package.train'" in capsys.readouterr().err

@@ -46,10 +46,12 @@ def spoil(folder, how, values):
         if how == "index_twice":
             names["_orig_mod.2.weight"] = "model.safetensors"
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    elif how in ("index", "index_file", "index_key", "no_index"):
+    elif how in ("index", "index_file", "index_folder", "index_key", "no_index"):
         names = {key: "model.safetensors" for key in values}
-        if how == "index_file":
+        if how in ("index_file", "index_folder"):
             names["2.weight"] = "other.safetensors"
+        if how == "index_folder":
+            (folder / "other.safetensors").mkdir()
         elif how == "index_key":
             names["9.weight"] = "model.safetensors"
         text = json.dumps({"weight_map": names} if how != "no_index" else {"weights": names})
@@ -76,6 +78,7 @@ WRONG = [
     ("index", ValueError, "index.json is not an index of safetensors files"),
     ("no_index", ValueError, "index.json is not an index of safetensors files"),
     ("index_file", FileNotFoundError, "other.safetensors is missing; its index names it"),
+    ("index_folder", FileNotFoundError, "other.safetensors is a folder, not a file; its index names it"),
     ("index_key", ValueError, "model.safetensors lacks 9.weight"),
     ("twice", ValueError, "model.safetensors holds both 2.weight and _orig_mod.2.weight|holds both _orig_mod.2.weight"),
     ("outside", ValueError, r"index.json names a file outside its folder; got '../secret.safetensors'"),
@@ -180,3 +183,12 @@ def test_links_are_followed(rank, world, tmp_path):
     (tmp_path / "blobs" / "def").write_text(json.dumps({"weight_map": names}))
     (tmp_path / "snapshot" / "model.safetensors.index.json").symlink_to("../blobs/def")
     load_new("mlp", tmp_path / "snapshot", values, meta=True)
+
+
+@on_ranks(2)
+def test_a_path_that_is_none(rank, world, tmp_path):
+    """A configuration without a path, on one rank: pathlib's error named neither the function nor the argument."""
+    module, path = sharded("mlp", meta=False), str(tmp_path) if rank else None
+    for function in (fsdp2.save_safetensors, fsdp2.load_safetensors):
+        with pytest.raises(TypeError, match=f"{function.__name__}: path must be a str or os.PathLike, got None"):
+            function(module, path)

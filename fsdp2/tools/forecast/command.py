@@ -189,8 +189,9 @@ def _bytes(text: str) -> int:
         f"{letter}{i}B": base**power for power, letter in enumerate("KMGT", 1) for i, base in (("i", 1024), ("", 1000))
     }
     size = 0 if found is None else int(float(found[1]) * units.get(found[2] or "", 1))
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 80GiB")
+    if size < 1024:  # a number alone was probably meant in GiB
+        got = f"{text!r} is {size} B" if found is not None else repr(text)
+        raise argparse.ArgumentTypeError(f"{got}; expected a size such as 80GiB")
     return size
 
 

@@ -319,7 +319,7 @@ def test_gloo_works_beside_compute():
         ([*FORECAST, "--set", "ranks_per_node=2", "--nodes-of", "4"], "ranks_per_node is given 2 times"),
         ([*FORECAST[:3], "shard=4,shard=2"], "names 'shard' twice"),
         ([*FORECAST, "--fit", "1.2.3GiB"], "a size such as 80GiB"),
-        ([*FORECAST, "--fit", "0"], "a size such as 80GiB"),
+        ([*FORECAST, "--fit", "80"], "'80' is 80 B; expected a size such as 80GiB"),
         ([*FORECAST, "--save", "step.bmp"], "step.bmp: expected a name that ends in .html,"),
         ([*FORECAST, "--save", "/proc/none/step.html"], "/proc/none"),
         ([*FORECAST, "--save", "/step.json/.."], "expected a name that ends in"),

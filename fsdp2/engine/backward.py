@@ -53,6 +53,14 @@ class BackwardPass(Pass):
         """True if it started and will not end, because it raised: autograd has dropped the function to call then."""
         return self.started and (self._end is None or self._end() is None)
 
+    @property
+    def shows_end(self) -> bool:
+        """False if it was to reduce nothing and found in memory what it used, as a forward that shows no end.
+
+        One that was to reduce has sent no gradient where others may send theirs.
+        """
+        return self.is_remembered or any(group.store.options.reduce_gradients for group in self.groups)
+
     def post_backward(self, group: FSDPParamGroup) -> None:
         """Reduce the gradients of ``group``, which backward is done with, and free it unless more backwards need it."""
         if self.over:

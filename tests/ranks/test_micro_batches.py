@@ -103,25 +103,32 @@ def test_a_usual_step_behind_different_numbers_of_micro_batches(rank, world, bef
 
 
 @on_ranks(2, 4)
-def test_different_numbers_of_micro_batches_where_two_forwards_have_gathered(rank, world):
-    """A first forward had been followed by a second one that gathered as well, so ranks expected that of the next
-    second forward: a rank with one on kept parameters met the others before it ended, and they had none. Found by a
-    random program."""
+@pytest.mark.parametrize("gathers", ["second forward", "first backward"])
+def test_different_numbers_of_micro_batches_where_such_passes_have_gathered(rank, world, gathers):
+    """The second forward of earlier steps had gathered as well, or the first backward had, so ranks expected that: a
+    rank with such a pass on kept parameters met the others at its end, and they had none. Found by a random program."""
     module, plain = beside_one_process(partial(mlp, 6, 5, 4), linears, mesh=mesh_of(world), reshard_after_forward=False)
     units, weights = (module, module[0], module[2]), [*module.parameters()]
-    module.set_reshard_after_backward(False)
-    for step in range(STEPS):
+
+    def reshard() -> None:
         for unit in units:
             unit.reshard()
+
+    module.set_reshard_after_backward(False)
+    for step in range(STEPS):
+        reshard()
         batches = [micro_batches(one, step) for one in range(world)]
-        if step + 1 < STEPS:  # two forwards that gather
-            batches = [[torch.ones(3, 6)]] * world
-            module(torch.ones(3, 6))
-            for unit in units:
-                unit.reshard()
+        if step + 1 < STEPS:
+            batches = [[torch.ones(3, 6)] * (1 + (gathers == "first backward"))] * world
+            if gathers == "second forward":
+                module(torch.ones(3, 6))
+                reshard()
         for i, batch in enumerate(batches[rank]):
             module.set_requires_gradient_sync(i + 1 == len(batches[rank]))
-            module(batch).square().sum().backward()
+            loss = module(batch).square().sum()
+            if gathers == "first backward" and i == 0 and step + 1 < STEPS:
+                reshard()
+            loss.backward()
         for batch in (batch for some in batches for batch in some):
             (plain(batch).square().sum() / world).backward()
         for got, expected in zip(weights, plain.parameters(), strict=True):

@@ -215,8 +215,8 @@ class FSDPModule(TorchFSDPModule):
             A handle with a method ``wait()`` if ``async_op``, else None.
 
         Raises:
-            RuntimeError: The module is not the root, manual finalization is off, a backward is running or has raised,
-                you did not wait for an earlier call, or all-reduce is off for a unit.
+            RuntimeError: The module is not the root, manual finalization is off, a forward or backward is running, a
+                backward has raised, you did not wait for an earlier call, or all-reduce is off for a unit.
         """
         unit = self._root_unit("finalize_backward")
         reduction = GradientReduction(None) if unit.is_root is None else unit.root.finalize()

@@ -658,10 +658,13 @@ class RootContext(Generic[U]):
                 "finalize_backward requires manual backward finalization; call set_manual_backward_finalization(True) "
                 "on the root before forward"
             )
-        if backward_runs():
+        if backward_runs() or self.forward is not None:
+            # Inside a forward it would free what that forward computes with.
+            inside = "it" if backward_runs() else "a forward"
             raise RuntimeError(
-                "finalize_backward must be called after backward completes, and was called inside of it, from a hook "
-                "or an autograd function; call it after loss.backward() returned"
+                f"finalize_backward must be called after backward completes, and was called inside of {inside}, from a "
+                "hook or an autograd function; call it after loss.backward() returned. If a forward was interrupted, "
+                "call reset_iter_state() on the root module first"
             )
         self._check_last_backward_ended("finalize_backward was called")
         for group in self.pending.deferred:

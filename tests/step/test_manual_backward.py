@@ -128,6 +128,25 @@ def test_calls_that_make_no_sense(rank, world):
 
 @api.fsdp2_only
 @on_ranks(1, 2)
+def test_a_call_inside_a_forward(rank, world):
+    """It would free what that forward computes with. It was noticed at the end only, when gradients had left, and the
+    iteration had to begin anew."""
+    module, alone = beside_one_process(partial(stack, layers=2))
+    module.set_manual_backward_finalization(True)
+    backward(module)
+    handle = module[0].register_forward_pre_hook(lambda *unused: module.finalize_backward())
+    with pytest.raises(RuntimeError, match="was called inside of a forward"):
+        backward(module)
+    handle.remove()
+    backward(module)
+    module.finalize_backward()
+    for _ in range(2):
+        backward(alone)
+    assert_gradients(module, alone)
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
 def test_a_gather_by_hand_while_reductions_are_under_way(rank, world):
     """The backward is over, so the caller's gather is no part of it, and stays until ``reshard()``."""
     module = fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh_1d())

@@ -104,7 +104,6 @@ class Boundary:
         for tensor, node in self._given:
             if tensor.grad_fn is not node and is_made_since(tensor.grad_fn, self.first_node):
                 self._left.append(tensor)
-        self._given = []  # hooks on results keep this object
 
     def watch_results(
         self,

@@ -137,7 +137,7 @@ class GroupGradients:
         """
         self._at_once = nodes < len(self._current_plan().reduced)
 
-    def begin_backward(self, launch: Launch, end: Callable[[], None], *, count: bool, final: bool = False) -> None:
+    def begin_backward(self, launch: Launch, end: Callable[[], None], *, count: bool, final: bool) -> None:
         """Enter the group's backward; with ``count``, call ``end`` when the last gradient is finished.
 
         ``final``: no other group is known to follow.

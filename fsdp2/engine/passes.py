@@ -67,7 +67,7 @@ class Pass:
     """One pass under a root, or the base of one."""
 
     in_backward = False
-    is_running = True  # until it ends, or breaks off
+    is_running = True  # of a forward: until it ends, or breaks off
     in_forward = False  # it is a forward, or lies inside one, which may write to shards
     over = False  # autograd's backward has ended, so no group waits for a gradient any more
     quietly = False  # the latest use of a group was quiet, as ``itinerary.Stop`` says

@@ -536,7 +536,7 @@ class Residency:
 
     @_trace.profiled("reshard")
     def _lower_to_pieces(self, ranks: int) -> None:
-        if self.kept is Level.PIECES and self._pieces is not None:
+        if self.kept is Level.PIECES:
             self._drop_gather()  # back to the pieces that it reads
         else:
             self.ready()  # which frees pieces that are not kept

@@ -107,8 +107,9 @@ class RootContext(Generic[U]):
         sites = [(Site(inner, name), prefix) for prefix, inner in modules for name, _ in inner._parameters.items()]
         names = {site: (i, f"{prefix}.{site.name}".lstrip(".")) for i, (site, prefix) in enumerate(sites)}
         self._ends_wide = self._last_matrix_widens([site for site, _ in sites])
-        for unit, group in [(owner, driven) for owner in self.all_states for driven in owner.groups]:
-            group.set_names(unit.name, names)
+        for unit in self.all_states:
+            for group in unit.groups:
+                group.set_names(unit.name, names)
 
     def _last_matrix_widens(self, sites: list[Site]) -> bool:
         """Return whether the last matrix at ``sites`` has far more outputs than inputs, like that of a vocabulary."""

@@ -359,8 +359,7 @@ class RootContext(Generic[U]):
         run = self.forward
         assert run is not None
         self.forward = None
-        run.is_running = False
-        run.entered.clear()
+        self._leave(run)
         for group in run.groups:
             group.break_off_forward(run, trains=run.trains)
         if not run.alone:

@@ -812,8 +812,6 @@ class FSDPState(ComposableState):
         run = self.root.forward
         if run is None or run.outermost is not self or backward_runs():
             return
-        for unit in run.entered:
-            unit._calls.clear()
         self.root.break_off_forward()
 
     def explain(self, error: BaseException | None) -> None:

@@ -31,10 +31,12 @@ class ForwardPass(Pass):
         pending: Pending,
         *,
         alone: bool,
+        follows_compute: bool,
     ) -> None:
         """``route`` is what the itinerary expects of a forward like this one, and records.
 
-        ``pending`` is the record for backwards on this forward.
+        ``pending`` is the record for backwards on this forward. ``follows_compute``: at each unit, gathers wait for
+        what compute has done, because the program may have written to shards until then.
         """
         super().__init__(groups, observer)
         self.outermost = outermost
@@ -44,9 +46,7 @@ class ForwardPass(Pass):
         self.route = route
         self.ended_with: FSDPParamGroup | None = None  # the last group whose forward ended and freed it, or would have
         self.stayed: dict[FSDPParamGroup, None] = {}  # for backward, although it is asked to be freed
-        # Whether gathers wait, at each unit, for what compute has done: the program may have written to shards until
-        # then. Not if it named an event behind which it writes to none (``set_post_optim_event``).
-        self.follows_compute = True
+        self.follows_compute = follows_compute
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gather ahead as any pass does, after freeing pieces that were made of other shards."""

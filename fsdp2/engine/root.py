@@ -228,19 +228,20 @@ class RootContext(Generic[U]):
         alone, kind = self.runs_alone, kind_of_forward()
         if not self._compared:
             self.observe(None, kind)
-        # A forward that is still there was interrupted (KeyboardInterrupt), which no hook reports. Without gradients it
-        # has kept nothing.
-        aborted = earlier is not None and earlier.trains
-        observer = Unobserved() if alone else self.observer
-        pending = self._pending if torch.is_grad_enabled() else Pending(self._pending)
-        # By unit, because a forward of another one goes another way.
-        route = self.itinerary.begin(f"{kind.name} of {unit.name}", alone=alone)
-        run = ForwardPass(self.groups, observer, unit, route, pending, alone=alone)
-        self.outer_modes = run.outer_modes
+        # A forward that is still there was interrupted (KeyboardInterrupt), which no hook reports.
         if earlier is not None:
             self._leave(earlier)
             if not earlier.alone:
                 self.itinerary.break_off()
+        aborted = earlier is not None and earlier.trains  # without gradients it has kept nothing
+        observer = Unobserved() if alone else self.observer
+        pending = self._pending if torch.is_grad_enabled() else Pending(self._pending)
+        # By unit, because a forward of another one goes another way.
+        route = self.itinerary.begin(f"{kind.name} of {unit.name}", alone=alone)
+        # Not if the program named an event behind which it writes to no shard.
+        follows = self.comm.lanes.on_streams and self.post_optim_event is None
+        run = ForwardPass(self.groups, observer, unit, route, pending, alone=alone, follows_compute=follows)
+        self.outer_modes = run.outer_modes
         for group in run.groups:
             group.begin_forward_pass(run, aborted=aborted)
         # Not yet those of groups that may be updated first.
@@ -257,7 +258,6 @@ class RootContext(Generic[U]):
             run.begin(kind, outermost=True)
         event, self.post_optim_event = self.post_optim_event, None
         self.comm.lanes.gather_after_compute(event)  # gathers read the shards that compute, or an optimizer, wrote
-        run.follows_compute = event is None and self.comm.lanes.on_streams
         for group in outdated:  # all of them at once: the replicate axis may be slow, and portions stay anyway
             group.residency.gather_portions(run.launch)
         if route.known is None:  # nobody knows yet which of them the forward updates first, as a teacher is
@@ -560,7 +560,7 @@ class RootContext(Generic[U]):
             group.reset()
 
     def _leave(self, run: Pass) -> None:
-        """Leave an interrupted pass, and forget its calls: they refer to tensors, whose graph refers to units."""
+        """Leave a pass that broke off, and forget its calls: they refer to tensors, whose graph refers to units."""
         run.is_running = False
         for unit in self.all_states:
             unit.forget_calls(run)

@@ -41,7 +41,10 @@ class BackwardPass(Pass):
 
     def start(self, *, more_follow: bool) -> None:
         """Note that autograd's backward runs; with ``more_follow``, later ones may use what it prefetches."""
-        self.started, self.outer_modes, self._more_follow = True, dispatch_modes(), more_follow
+        self.started, self._more_follow = True, more_follow
+        # When a recomputation made the pass, modes that are around the backward alone could not be told from those of
+        # its checkpoint.
+        self.outer_modes = dispatch_modes()
 
     def end_with_autograd(self, end: Callable[[], None]) -> None:
         """Call ``end`` when the backward that autograd runs has ended, unless it raises."""

@@ -54,7 +54,7 @@ def _gather_between_passes(
         observer = root.observer_by_hand(units, kind)
         kind = kind.with_portions(root.numbers_of(with_outdated_portions(groups)))
         run = Pass(groups, observer)
-        run.begin(kind, outermost=True)
+        run.begin(kind)
         try:
             _start(groups, run.launch)
             run.end()

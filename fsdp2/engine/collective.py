@@ -117,6 +117,11 @@ class PassKind(NamedTuple):
         """True if it reduces gradients."""
         return self.name in _BACKWARDS
 
+    @property
+    def may_lie_inside(self) -> bool:
+        """True of a backward, which may run inside a forward, for the gradient of an input."""
+        return self.name == "backward"
+
 
 class Launch(Protocol):
     """Shows a collective to the observer of a pass and calls ``start``, or leaves an ``optional`` one for later."""

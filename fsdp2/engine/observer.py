@@ -22,11 +22,10 @@ class Observer(Protocol):
     def agreement(self) -> Agreement:
         """The agreement that passes ask instead if some ranks may skip units."""
 
-    def begin(self, kind: PassKind, *, outermost: bool, agrees: bool) -> None:
-        """Note that a pass starts.
+    def begin(self, kind: PassKind, *, agrees: bool) -> None:
+        """Note that a pass starts. One that has not ended was aborted, or is around it if it ``may_lie_inside``.
 
-        If it is ``outermost`` (a forward, or a gather between passes), a pass that has not ended was aborted. Otherwise
-        it may lie inside that one: a backward inside a forward. ``agrees``: it asks the ``agreement``.
+        ``agrees``: it asks the ``agreement``.
         """
 
     def before(self, collective: Collective) -> None:
@@ -53,7 +52,7 @@ class Unobserved:
 
     agreement: Agreement = NoAgreement()
 
-    def begin(self, kind: PassKind, *, outermost: bool, agrees: bool) -> None:
+    def begin(self, kind: PassKind, *, agrees: bool) -> None:
         """Do nothing."""
 
     def before(self, collective: Collective) -> None:

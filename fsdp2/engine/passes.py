@@ -109,9 +109,9 @@ class Pass:
         start()
         return True
 
-    def begin(self, kind: PassKind, *, outermost: bool) -> None:
+    def begin(self, kind: PassKind) -> None:
         """Tell the observer that the pass begins."""
-        self.observer.begin(kind, outermost=outermost, agrees=self.joining is not None)
+        self.observer.begin(kind, agrees=self.joining is not None)
 
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Start gathering what is needed later in the pass; if ranks may skip units, it may be left for later."""

@@ -255,7 +255,7 @@ class RootContext(Generic[U]):
         if alone:
             self.observer.abandon()  # what an interrupt has left
         else:
-            run.begin(kind, outermost=True)
+            run.begin(kind)
         event, self.post_optim_event = self.post_optim_event, None
         self.comm.lanes.gather_after_compute(event)  # gathers read the shards that compute, or an optimizer, wrote
         for group in outdated:  # all of them at once: the replicate axis may be slow, and portions stay anyway
@@ -281,7 +281,7 @@ class RootContext(Generic[U]):
                 self.itinerary.end(run.route, remembered=run.is_remembered)
             kind = PassKind("evaluation in a method")
             run.end_part(self.itinerary.begin(kind.name, alone=run.alone, in_method=True))
-            run.begin(kind, outermost=True)
+            run.begin(kind)
 
     def numbers_of(self, groups: Iterable[FSDPParamGroup]) -> tuple[int, ...]:
         """Return the numbers by which all ranks know ``groups``, in ascending order."""
@@ -393,7 +393,7 @@ class RootContext(Generic[U]):
         if self.forward is None:  # another backward will come on a forward that still runs
             self.pending.manual = self.finalizes_manually
         more = "" if self.is_last_backward else ", more to come"
-        run.begin(self._backward_kind("backward", more), outermost=False)
+        run.begin(self._backward_kind("backward", more))
         run.end_with_autograd(partial(self.end_backward, run))
         return run
 
@@ -598,7 +598,7 @@ class RootContext(Generic[U]):
         self.backward = run = BackwardPass(self.groups, self.observer)
         run.start(more_follow=False)  # so that the next forward finds it if it raises
         with torch.no_grad(), _trace.span("finalize_backward", self):
-            run.begin(self._backward_kind("finalization"), outermost=False)
+            run.begin(self._backward_kind("finalization"))
             self._settle(run, self._left_to_finalization())
         # In this order: after an interrupt between the two, the next forward must find one of them and raise.
         reduction = self.comm.finalizing = GradientReduction(self, run)
@@ -617,7 +617,7 @@ class RootContext(Generic[U]):
         run = Synchronization(self.groups, self.observer)
         try:
             with torch.no_grad(), _trace.span("synchronize_gradients", self):
-                run.begin(PassKind("synchronization"), outermost=True)
+                run.begin(PassKind("synchronization"))
                 self.synchronizes = True
                 self._settle(run, left)
                 self._await_reductions(left)

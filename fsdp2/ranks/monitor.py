@@ -60,16 +60,16 @@ class RankMonitor:
 
     # ---- passes ----
 
-    def begin(self, kind: PassKind, *, outermost: bool, agrees: bool) -> None:
+    def begin(self, kind: PassKind, *, agrees: bool) -> None:
         """Note that a pass starts. For other ranks it begins with its first collective: one without is local."""
         self.board.check()
         log = self.log
         if conflict := self._conflict(self._root):
             self.board.fail(f"rank {self.board.rank}: {conflict}", log.epoch)
-        if (log.kind or self._to_begin) and not outermost:  # its collectives count as those of the pass around it
+        if (log.kind or self._to_begin) and kind.may_lie_inside:  # its collectives count as those of the pass around it
             log.enter_inner()
             return
-        if log.kind:  # an outermost pass starts, so the last one was aborted by an error
+        if log.kind:  # an error has aborted the last pass
             self.abandon()
         self._to_begin = self.history.with_turn(kind)
         self._agrees = agrees

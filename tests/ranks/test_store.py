@@ -133,7 +133,7 @@ class Model:
     def run(self, kind: str, steps: list[Collective]) -> None:
         """One pass."""
         marked = self.groups[0].store.options.reduce_unused
-        self.monitor.begin(PassKind(kind), outermost=kind == "forward", agrees=marked)
+        self.monitor.begin(PassKind(kind), agrees=marked)
         for step in (*steps, END):  # no unit is for some ranks alone
             if marked:
                 answer = self.monitor.agreement.next(step, optional=False, can_join=lambda other, planned: False)
@@ -295,7 +295,7 @@ def test_a_rank_that_wakes_late_from_the_first_meeting() -> None:
     def goes_on() -> None:
         meetings = compare(boards[1], root, [], kind, None)
         model.monitor = RankMonitor(boards[1], model, lambda job: job(), meetings=meetings)
-        model.monitor.begin(kind, outermost=True, agrees=False)
+        model.monitor.begin(kind, agrees=False)
         model.monitor.before(Collective("gather", model.groups[0]))
         boards[1].look(model.monitor.history, shows=True)
 

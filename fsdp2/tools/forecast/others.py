@@ -47,7 +47,7 @@ class _Others:
         """What passes ask: itself."""
         return self
 
-    def begin(self, kind: PassKind, *, outermost: bool, agrees: bool) -> None:
+    def begin(self, kind: PassKind, *, agrees: bool) -> None:
         """Note that a pass starts."""
         self._launched.clear()
         self._forward = kind.is_forward

@@ -34,7 +34,7 @@ def gathers(monitor: Any) -> list[Collective]:
 
 def test_a_pass_that_leaves_a_guess_twice_is_compared_at_its_end(monitor: Any) -> None:
     """Each time costs a meeting, and what follows is as likely to be another way again."""
-    monitor.begin(FORWARD, outermost=True, agrees=False)
+    monitor.begin(FORWARD, agrees=False)
     for gather in reversed(gathers(monitor)):
         monitor.before(gather)
     assert monitor._meet.call_count == 2 and monitor.log.unscheduled
@@ -42,9 +42,9 @@ def test_a_pass_that_leaves_a_guess_twice_is_compared_at_its_end(monitor: Any) -
 
 def test_a_pass_inside_of_one_ends_without_it(monitor: Any) -> None:
     first, second, third = gathers(monitor)
-    monitor.begin(FORWARD, outermost=True, agrees=False)
+    monitor.begin(FORWARD, agrees=False)
     monitor.before(first)
-    monitor.begin(PassKind("backward"), outermost=False, agrees=False)
+    monitor.begin(PassKind("backward"), agrees=False)
     monitor.before(second)
     monitor.before(END)
     monitor.end()
@@ -56,7 +56,7 @@ def test_a_pass_inside_of_one_ends_without_it(monitor: Any) -> None:
 
 def test_the_order_of_a_forward_is_known_to_backward(monitor: Any) -> None:
     """If ranks want different units in a backward, all take the one that the forward used last."""
-    monitor.begin(FORWARD, outermost=True, agrees=False)
+    monitor.begin(FORWARD, agrees=False)
     for gather in (*gathers(monitor), END):
         monitor.before(gather)
     monitor.end()

@@ -65,7 +65,7 @@ class Stop(NamedTuple):
     group: Any
     # A use without gradients inside a forward with gradients, before any use with them: that is how momentum teachers
     # run, whose shards the forward often updates first, in ways that no version counter shows. In an evaluation: a use
-    # of a group that had such stops in the last training forward.
+    # of a group that had such stops, or late ones, in the last training forward or the last evaluation like this one.
     quiet: bool = False
     late: bool = False  # its shards were once written after its gather had been started ahead
 

@@ -14,9 +14,9 @@ memory. What is kept is what a backward will need, what ``set_reshard_after_back
 forward, or what the caller asked for with ``unshard()``. What can be used later has a ``Stamp`` of the shards that it
 was made of: a forward that finds others gathers anew.
 
-The modules show what is in memory, with two exceptions: while a state dict is taken, they show shards, so that saving
-neither frees nor gathers, and a unit that stays in memory for a backward alone shows shards until then. ``summoned``
-suspends all of it for ``summon_full_params``.
+The modules show what is in memory, with two exceptions: while a state dict or a deep copy is made they show shards, so
+that this neither frees nor gathers, and those of a unit that stays in memory for a backward alone show shards until
+then. ``summoned`` suspends all of it for ``summon_full_params``.
 """
 
 from __future__ import annotations

@@ -580,6 +580,7 @@ class FSDPState(ComposableState):
             several = len(self.groups) > 1 or self._has_units_below or ignores or any(map(_has_unmanaged, others))
             for group in self.groups:
                 group.has_others_below = several
+                group.gathered_with = [group] if group.shared else self.groups
             self._registrations = seen  # not if that raised: the next forward must look again, and refuse again
 
     def forget_calls(self, run: Pass) -> None:
@@ -775,8 +776,6 @@ class FSDPState(ComposableState):
         if self._own_root.comm is not root.comm:
             self._own_root.comm.forget_states()  # if it was run by itself before: it communicates elsewhere now
         self.name = name
-        for group in self.groups:
-            group.gathered_with = [group] if group.shared else self.groups
 
     def _prepare(self, outermost: FSDPState) -> None:
         """Take in what happened to the unit's parameters since ``fully_shard``; ``outermost`` is the root's unit."""

@@ -246,14 +246,20 @@ def test_the_event_of_a_stream_of_the_cpu(rank, world):
 
 
 @api.fsdp2_only
-def test_all_groups_of_the_next_unit_are_gathered_ahead():
+@pytest.mark.parametrize("second", ["whole", "added before the first forward", "added behind it"])
+def test_all_groups_of_the_next_unit_are_gathered_ahead(second):
     """Only its first was, behind which the second was waited for; and in backward each group of a unit had a gather for
-    later between it and the next, on a communicator that takes one after the other."""
+    later between it and the next, on a communicator that takes one after the other. Where parameters were added to a
+    unit (adapters), they were the first, and all others came late."""
     with fake_mesh(8) as mesh:
         module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
         for unit in (*module, module):
-            whole = {unit.weight} if isinstance(unit, nn.Linear) else set()
+            whole = {unit.weight} if isinstance(unit, nn.Linear) and second == "whole" else set()
             fsdp2.fully_shard(unit, mesh=mesh, replicated_params=whole, reshard_after_forward=True)
+        if second == "added behind it":
+            module(torch.ones(1, 8)).sum().backward()
+        for layer in module if second != "whole" else ():
+            layer.adapter = nn.Parameter(torch.ones(8))
         seen: list[str] = []
         for _ in range(2):
             seen.clear()

@@ -82,7 +82,6 @@ class FSDPParamGroup:
         comm: CommContext,
         notice_backward: Callable[[], None],
         *,
-        in_root: bool = False,
         shared: bool = False,
         initial: tuple[list[float], Stamp] | None = None,
     ) -> None:
@@ -90,7 +89,6 @@ class FSDPParamGroup:
 
         Args:
             notice_backward: Is called when autograd finishes a gradient although no backward entered the group.
-            in_root: The group is the root's, which by default stays after forward, as with torch.
             shared: Several units use it, because they tie its parameter.
             initial: First values, and a stamp of the shards then. Ranks compare these before the first forward, if the
                 shards have not been written; only ``fully_shard`` has whole values to take them from.
@@ -103,7 +101,7 @@ class FSDPParamGroup:
         self.notice_backward = notice_backward
         self.name = ""  # the module's fully qualified name in the root, known from the first forward on
         self.gathered_with = [self]  # the groups of its unit, which are gathered and used together
-        self.in_root = in_root
+        self.in_root = False  # it is the root's, which by default stays after forward; known from the first forward on
         self.shared = shared
         self.initial = initial
         self.has_others_below = False  # parameters of other groups, or ignored ones; known from the first forward on
@@ -164,7 +162,7 @@ class FSDPParamGroup:
     def split_off(self, param: FSDPParam) -> FSDPParamGroup:
         """Return a new group of ``param`` alone, which several units share; this group must be sharded."""
         store = self.store.for_params([param])
-        alone = FSDPParamGroup(store, self.modules, self.comm, self.notice_backward, in_root=self.in_root, shared=True)
+        alone = FSDPParamGroup(store, self.modules, self.comm, self.notice_backward, shared=True)
         alone.gradients.use_axis(self.gradients.axis)
         alone.gradients.unreduced.take_over(self.gradients.unreduced)
         self.drop(param)

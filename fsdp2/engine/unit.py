@@ -578,9 +578,11 @@ class FSDPState(ComposableState):
             others, ignores = self.made_by.adopt_added(self)
             self._has_units_below = any([get_state(module) not in (None, self) for module in others])
             several = len(self.groups) > 1 or self._has_units_below or ignores or any(map(_has_unmanaged, others))
+            outermost = [] if self.is_root is None else self.root.all_states[0].groups
             for group in self.groups:
                 group.has_others_below = several
                 group.gathered_with = [group] if group.shared else self.groups
+                group.in_root = group in outermost
             self._registrations = seen  # not if that raised: the next forward must look again, and refuse again
 
     def forget_calls(self, run: Pass) -> None:
@@ -598,7 +600,6 @@ class FSDPState(ComposableState):
     def include(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Let ``groups`` of the unit, which were added to it, run under its root from now on."""
         for group in groups:
-            group.in_root = bool(self.is_root)
             group.use_comm(self.root.comm)
             group.set_names(self.name, {})
         self._share_lanes()
@@ -719,7 +720,7 @@ class FSDPState(ComposableState):
             try:
                 if error is None:
                     for unit in names:
-                        unit._prepare(self)
+                        unit._prepare()
                     root.limit_communication()
             except Exception as reason:  # of any type: shard_placement_fn of an added parameter may raise its own
                 error = reason
@@ -764,7 +765,7 @@ class FSDPState(ComposableState):
             self._share_lanes()
             for unit in names:
                 if unit not in before:
-                    unit._prepare(self)
+                    unit._prepare()
         except BaseException:
             root.all_states = before  # the next forward looks again, and refuses again
             raise
@@ -777,12 +778,11 @@ class FSDPState(ComposableState):
             self._own_root.comm.forget_states()  # if it was run by itself before: it communicates elsewhere now
         self.name = name
 
-    def _prepare(self, outermost: FSDPState) -> None:
-        """Take in what happened to the unit's parameters since ``fully_shard``; ``outermost`` is the root's unit."""
+    def _prepare(self) -> None:
+        """Take in what happened to the unit's parameters since ``fully_shard``."""
         self._registrations = -1  # look in any case: what was inserted since fully_shard is not counted
         self.notice_added()
         for group in self.groups:
-            group.in_root = group in outermost.groups
             group.lazy_init()
 
     def _notice_errors(self) -> None:

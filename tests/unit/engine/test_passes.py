@@ -157,11 +157,11 @@ def test_a_first_forward_that_was_interrupted_prepares_all_units_again(
     """The units behind the one where the interrupt came have not taken in what happened to their parameters."""
     prepared: list[FSDPState] = []
 
-    def prepare(unit: FSDPState, outermost: FSDPState) -> None:
+    def prepare(unit: FSDPState) -> None:
         prepared.append(unit)
         if len(prepared) == 1:
             raise KeyboardInterrupt
-        original(unit, outermost)
+        original(unit)
 
     original = FSDPState._prepare
     monkeypatch.setattr(FSDPState, "_prepare", prepare)

@@ -176,7 +176,7 @@ class GroupOptions:
                 kind = "all-gather" if name == "gather" else "reduce-scatter"
                 raise ValueError(
                     f"compression.{name}: expected the collectives of fsdp2, got a custom {kind} "
-                    f"({type(comm).__name__}), which would not be called; leave one of the two out"
+                    f"({type(comm).__name__}), and only one of them would send it; leave one of the two out"
                 )
         sums_itself = self.custom_scatter is not None or self.formats_of[1:] != (None, None)
         if self.in_pairs and sums_itself:

@@ -535,7 +535,7 @@ def compressed_and_in_one_order(rank: int) -> Iterator[Callable[[], object]]:
     goes_on(module)
 
 
-@remedy("which would not be called; leave one of the two out")
+@remedy("and only one of them would send it; leave one of the two out")
 def a_custom_reduction_with_compression(rank: int) -> Iterator[Callable[[], object]]:
     """Only gathers are compressed then."""
     module = model()

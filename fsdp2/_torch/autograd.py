@@ -23,8 +23,10 @@ __all__ = [
     "gradient_hooks",
     "graph_task_id",
     "have_gradient_hooks",
+    "in_each_transform",
     "is_made_since",
     "lasting_tensors",
+    "needs_gradient",
     "profiler_running",
     "queue_end_of_backward",
     "share_gradient_hooks",
@@ -150,6 +152,21 @@ view_base: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("
 
 # True while a transform of torch.func runs. Tensors are then wrapped, and their requires_grad is wrongly False.
 functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def in_each_transform(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return ``tensor`` and what the transforms of ``torch.func`` around it see in its place, the innermost first."""
+    found = [tensor]
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+        found.append(tensor)
+    return found
+
+
+def needs_gradient(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` requires a gradient, in the innermost transform of ``torch.func`` or around it."""
+    return tensor.requires_grad or any([one.requires_grad for one in in_each_transform(tensor)])
+
 
 # A context that disables these transforms, so that tensors made in it are plain.
 without_functorch: Callable[[], AbstractContextManager[None]] = torch._C._DisableFuncTorch

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp2._torch.autograd import is_made_since
+from fsdp2._torch.autograd import is_made_since, needs_gradient
 from fsdp2.autograd import hooks
 from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.autograd.trees import Tree
@@ -53,15 +53,15 @@ class Boundary:
         inputs: autograd runs the newest of the ready nodes, and the node on these inputs is the oldest of the call. So
         it runs after all that the call has computed with hidden ones.
         """
-        needing = [tensor for tensor in given.tensors if tensor.requires_grad]
+        needing = [tensor for tensor in given.tensors if needs_gradient(tensor)]
         if not needing:
-            return not any([tensor.requires_grad for tensor in given.hidden])
+            return not any([needs_gradient(tensor) for tensor in given.hidden])
         watched, at_end = hooks.watch_inputs(needing, done, starting, self._device)
         if at_end is not None:
             self._at_end.append(at_end)
         if len(needing) < len(given.tensors):
             new = iter(watched)
-            watched = [next(new) if tensor.requires_grad else tensor for tensor in given.tensors]
+            watched = [next(new) if needs_gradient(tensor) else tensor for tensor in given.tensors]
         given.tensors = watched
         return False
 

@@ -29,6 +29,7 @@ from fsdp2._torch.autograd import (
     entries_from_elsewhere,
     functorch_active,
     gradient_hook_tables,
+    in_each_transform,
     is_made_since,
     tangents_of,
     view_base,
@@ -289,13 +290,16 @@ def watch_inputs(
     here = inputs[0].device == device
     if here and len(inputs) == 1 and not isinstance(inputs[0], AsyncCollectiveTensor):
         view = inputs[0].view_as(inputs[0])
-        if view.grad_fn is not None:  # None under torch.func, where the node cannot be reached
-            hook = _OneInput(done, starting)
-            view.grad_fn.register_prehook(hook)
-            return [view], partial(hook.follow, _made_by(inputs[0]), view, view._version)
+        hook = _OneInput(done, starting)
+        views = in_each_transform(view)  # it has a node in each, and backwards of each come by their own
+        for one in views:
+            if one.grad_fn is not None:
+                one.grad_fn.register_prehook(hook)
+        made_by = [*map(_made_by, in_each_transform(inputs[0]))]
+        return [view], partial(hook.follow, made_by, views[-1], views[-1]._version)
     # Autograd runs a function on the thread of its first tensor's device, and hooks of ours on that of ``device``.
     before = [] if here else [torch.empty(0, device=device)]
-    return [*_SeveralInputs.apply((done, starting), *before, *inputs)][len(before) :], None
+    return [*_SeveralInputs.apply(done, starting, *before, *inputs)][len(before) :], None
 
 
 def _made_by(tensor: torch.Tensor) -> Any:
@@ -321,11 +325,13 @@ class _OneInput:
         """Run before the view's node: what was computed before a change comes here, and something may be left."""
         return None if self._changed else _inputs_are_done(grads, *self._watchers)
 
-    def follow(self, made_by: Any, view: torch.Tensor, version: int) -> None:
-        """Watch the node that made the input instead if the module has changed it."""
-        if view._version != version and made_by is not None:
+    def follow(self, made_by: list[Any], view: torch.Tensor, version: int) -> None:
+        """Watch the nodes that made the input instead, in each transform one, if the module has changed it."""
+        nodes = [node for node in made_by if node is not None]
+        if view._version != version and nodes:
             self._changed = True
-            made_by.register_prehook(skipped_by_dynamo(lambda grads: _inputs_are_done(grads, *self._watchers)))
+            for node in nodes:
+                node.register_prehook(skipped_by_dynamo(lambda grads: _inputs_are_done(grads, *self._watchers)))
 
 
 def _inputs_are_done(
@@ -346,12 +352,13 @@ def _watch_entry(grad: torch.Tensor | None, starting: Callable[[torch.Tensor], N
     Return ``grad``. Inside a transform of ``torch.func`` return the output of a node that calls ``starting``, because
     hooks see no backward outside of the transform.
     """
-    if grad is None or not torch.is_grad_enabled() or not grad.requires_grad or grad.is_leaf:
+    if grad is None or not torch.is_grad_enabled():
         return grad
     if functorch_active():
         entered: torch.Tensor = _BackwardStarts.apply(starting, grad)
         return entered
-    grad.register_hook(starting)
+    if grad.requires_grad and not grad.is_leaf:
+        grad.register_hook(starting)
     return grad
 
 
@@ -375,21 +382,21 @@ class _SeveralInputs(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(watchers: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
+    def forward(done: Any, starting: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
         return tuple(t.wait() if isinstance(t, AsyncCollectiveTensor) else t for t in inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.watchers = inputs[0]
+        ctx.watchers = inputs[:2]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     @skipped_by_dynamo
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]  # torch's are untyped
-        return (None, *_inputs_are_done(grads, *ctx.watchers))
+        return (None, None, *_inputs_are_done(grads, *ctx.watchers))
 
     @staticmethod
-    def jvp(ctx: Any, watchers: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
+    def jvp(ctx: Any, done: None, starting: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch's are untyped
         return tangents
 
 
@@ -430,9 +437,7 @@ def watch_outputs(
         if base is not None and is_made_since(base.grad_fn, since):
             base.grad_fn.register_prehook(partial(_start_by, base.output_nr, starting))
     if functorch_active():
-        tensors = [
-            _BackwardStarts.apply(starting, t) if t.is_floating_point() and not t.requires_grad else t for t in tensors
-        ]
+        tensors = [_BackwardStarts.apply(starting, t) if t.is_floating_point() else t for t in tensors]
     return watched, tensors
 
 
@@ -466,13 +471,16 @@ def _is_ours(hook: Callable[..., Any]) -> bool:
 
 
 class _BackwardStarts(torch.autograd.Function):
-    """The identity on a tensor and on its tangent. Its backward calls ``starting`` first."""
+    """Copies a tensor and its tangent. Its backward calls ``starting`` first.
+
+    A copy, because autograd lets nobody write to what a function returns of its own argument.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(starting: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch's are untyped
-        return tensor
+        return tensor.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -482,8 +490,37 @@ class _BackwardStarts(torch.autograd.Function):
     @skipped_by_dynamo
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[override]  # torch's are untyped
         ctx.starting(grad)
+        if torch.is_grad_enabled() and functorch_active():
+            grad = _BackwardLeaves.apply(ctx.starting, grad)
         return None, grad
 
     @staticmethod
     def jvp(ctx: Any, starting: None, tangent: torch.Tensor | None) -> Any:  # type: ignore[override]  # torch's are untyped
         return None if tangent is None else _BackwardStarts.apply(ctx.starting, tangent)
+
+
+class _BackwardLeaves(torch.autograd.Function):
+    """The identity on a gradient of a module's output. A second backward leaves the module in its backward.
+
+    This is ``watch_exit`` inside a transform of ``torch.func``: hooks on the gradient see no second backward that runs
+    in another transform.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(starting: Callable[[torch.Tensor], None], grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch's are untyped
+        return grad
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.starting = inputs[0]
+
+    @staticmethod
+    @skipped_by_dynamo
+    def backward(ctx: Any, outgoing: torch.Tensor) -> tuple[None, torch.Tensor | None]:  # type: ignore[override]  # torch's are untyped
+        return None, _watch_entry(outgoing, ctx.starting)
+
+    @staticmethod
+    def jvp(ctx: Any, starting: None, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch's are untyped
+        return tangent

@@ -159,19 +159,63 @@ def penalized_with_func(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor
     return gradient.square().mean() + module(inputs).square().mean()
 
 
+def penalized_in_grad_of_grad(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """A gradient of the norm of a gradient, both of ``torch.func``."""
+    inner = lambda x: torch.func.grad(lambda y: module(y).tanh().sum())(x).square().sum()
+    return torch.func.grad(inner)(inputs).square().mean() + module(inputs).square().mean()
+
+
+def penalized_by_hessians(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """The Hessian of each row, forward over reverse, as physics-informed networks take it."""
+    hessian = torch.func.hessian(lambda row: module(row[None]).tanh().sum())
+    return torch.vmap(hessian)(inputs).square().mean() + module(inputs).square().mean()
+
+
+def penalized_in_reverse_twice(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """A directional derivative as the derivative of the pullback, which enters units by their outputs' gradients."""
+    output, pull = torch.func.vjp(module, inputs)
+    along = torch.func.grad(lambda grad: (pull(grad)[0] * inputs).sum())(torch.ones_like(output))
+    return along.square().mean() + module(inputs * 2).square().mean()
+
+
+def with_an_auxiliary_output(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """The output that ``torch.func.grad`` returns beside a gradient that nobody uses."""
+
+    def summed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = module(x)
+        return output.sum(), output
+
+    _, output = torch.func.grad(summed, has_aux=True)(inputs)
+    return output.square().mean() + module(inputs * 2).square().mean()
+
+
+DIFFERENTIATED = [
+    penalized,
+    penalized_by_curvature,
+    penalized_with_func,
+    penalized_in_grad_of_grad,
+    penalized_by_hessians,
+    penalized_in_reverse_twice,
+    with_an_auxiliary_output,
+]
+
+
 def deep() -> nn.Sequential:
     """Return units of several layers with curvature inside and between them."""
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in "123"])
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reshard", [None, True])
-@pytest.mark.parametrize("loss", [penalized, penalized_by_curvature, penalized_with_func])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("loss", DIFFERENTIATED)
 def test_another_forward_before_the_backward_of_a_backward(rank, world, loss, reshard):
     """A forward between a differentiable backward and the backward of it freed the weights that the latter reads, and
     nothing gathered them: the process died of a null pointer, or of "setStorage ... storage of size 0" (so does
     torch's). Its way into a unit is the gradient that came out of the unit's input, and so on at each order. In double
-    precision: each order multiplies what was rounded."""
+    precision: each order multiplies what was rounded.
+
+    In transforms of ``torch.func`` inside each other, hooks were on the tensors of the innermost one, and backwards of
+    the others met freed weights, also with units that stay after forward: "modified by an inplace operation"."""
     case = Case(lambda: deep().double(), lambda step: (batch(step)[0].double(),))
     trains_like_one_process(case, loss, reshard_after_forward=reshard)
 
@@ -216,10 +260,41 @@ class Pairs(nn.Module):
 
 
 @on_ranks(2)
-def test_gradient_penalty_with_an_output_that_is_not_used(rank, world):
+@pytest.mark.parametrize("loss", [penalized, penalized_by_hessians])
+def test_gradient_penalty_with_an_output_that_is_not_used(rank, world, loss):
     """Both inputs of a unit go through one autograd function, so a hook on the output that the loss does not use runs
     in backward as well, without a gradient. A differentiable backward died of an AttributeError there."""
-    trains_like_one_process(Pairs, penalized)
+    trains_like_one_process(Pairs, loss)
+
+
+class InPlace(nn.Module):
+    """Writes to its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x.mul_(0.5).tanh())
+
+
+def tangent(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """The change of the output along the inputs."""
+    return torch.func.jvp(module, (inputs,), (inputs,))[1].square().mean() + module(inputs * 2).square().mean()
+
+
+def each_row(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """The output of each row by itself."""
+    return torch.vmap(module)(inputs).square().mean() + module(inputs * 2).square().mean()
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("loss", [each_row, tangent, penalized_with_func, penalized_in_grad_of_grad])
+def test_units_that_write_to_their_inputs_in_transforms(rank, world, loss):
+    """What a unit returned inside a transform could not be written to: it was a view of what the unit had computed,
+    made by an autograd function of ours."""
+    trains_like_one_process(lambda: nn.Sequential(nn.Linear(8, 8), InPlace(), InPlace()), loss)
 
 
 @api.fsdp2_only

@@ -458,6 +458,24 @@ def test_tangents_of_dual_numbers() -> None:
         assert torch.equal(found, tangent)
 
 
+@probes("needs_gradient", "in_each_transform")
+def test_gradients_that_only_an_outer_transform_asks_for() -> None:
+    found: list[tuple[bool, bool]] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append((x.requires_grad, _torch.needs_gradient(x)))
+        assert any(one.requires_grad for one in _torch.in_each_transform(x)) == _torch.needs_gradient(x)
+        return x.sum()
+
+    rows = torch.ones(1, 2)
+    note(rows)
+    torch.func.vmap(note)(rows)
+    torch.func.grad(note)(rows)
+    torch.func.grad(lambda x: torch.func.vmap(note)(x).sum())(rows)
+    torch.func.vmap(note)(rows.clone().requires_grad_())
+    assert found == [(False, False), (False, False), (True, True), (False, True), (False, True)]
+
+
 @probes("fakes_results")
 def test_operators_that_compute_nothing() -> None:
     assert not _torch.fakes_results()

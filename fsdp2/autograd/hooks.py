@@ -437,7 +437,9 @@ def watch_outputs(
         if base is not None and is_made_since(base.grad_fn, since):
             base.grad_fn.register_prehook(partial(_start_by, base.output_nr, starting))
     if functorch_active():
-        tensors = [_BackwardStarts.apply(starting, t) if t.is_floating_point() else t for t in tensors]
+        tensors = [
+            _BackwardStarts.apply(starting, t) if t.is_floating_point() or t.is_complex() else t for t in tensors
+        ]
     return watched, tensors
 
 

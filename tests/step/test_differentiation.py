@@ -288,6 +288,25 @@ def each_row(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return torch.vmap(module)(inputs).square().mean() + module(inputs * 2).square().mean()
 
 
+class Spectrum(nn.Module):
+    """Return complex numbers, or their magnitudes if it is given some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x.abs()) if x.is_complex() else torch.fft.fft(self.inner(x)) * self.inner.weight.sum()
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("loss", [each_row, tangent, penalized_with_func])
+def test_complex_outputs_in_transforms(rank, world, loss):
+    """Only real results were watched inside a transform: backward through complex ones met freed weights."""
+    trains_like_one_process(lambda: nn.Sequential(nn.Linear(8, 8), Spectrum(), Spectrum()), loss)
+
+
 @api.fsdp2_only
 @on_ranks(2)
 @pytest.mark.parametrize("loss", [each_row, tangent, penalized_with_func, penalized_in_grad_of_grad])

@@ -367,8 +367,10 @@ class GroupGradients:
         defer_or_reduce = self._defer_or_reduce(params, reduction) if defers else None
         memory = self.comm.reductions.memory
         operation = reduce_chunk(grads, row, reduction, memory, deliver, defer_or_reduce, finished=finished)
-        nbytes = sum([grad.nbytes for grad in grads])
         del grads
+        # As computed, although this rank's may be wider, because they have accumulated: what is in flight decides the
+        # order of the collectives, where a reduction has several on one process group.
+        nbytes = row.full_numel * plan.dtypes[indices[0]].computed.itemsize
         self.comm.reductions.add(operation, nbytes, self._group)
 
     def _defer_or_reduce(self, params: list[FSDPParam], reduction: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:

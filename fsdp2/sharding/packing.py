@@ -382,6 +382,7 @@ class RowPlan:
     ) -> None:
         self.layouts, self.over_replicas = tuple(layouts), over_replicas
         self.ranks = layouts[0].ranks if layouts else 1
+        self.full_numel = sum(layout.numel for layout in self.layouts)  # of all gradients
         self.in_place = tuple(in_place)
         self.packed = tuple(i for i in range(len(self.layouts)) if i not in self.in_place)
         offsets, end = [0] * len(self.layouts), 0

@@ -196,3 +196,22 @@ def test_different_numbers_of_micro_batches_in_low_precision(rank, world, told):
                 loss.backward()
     if told == "all ranks":
         assert torch.equal(module[0].weight.grad.full_tensor(), torch.full((300, 300), 0.125 * 2 * 3 / 2))
+
+
+@on_ranks(2, 4)
+def test_different_numbers_of_micro_batches_summed_in_one_order(rank, world):
+    """A deterministic reduction over replicas exchanges gradients and gathers their sums on one process group. How many
+    were in flight depended on their bytes, and accumulated ones are wider: ranks called these in another order, and
+    waited for each other until the timeout. Found by a random program."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 20), nn.Linear(20, 3), nn.Linear(3, 15))  # two of these fit beside each other
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in (*module, module):
+        fsdp2.fully_shard(unit, mesh=mesh_of(world, 1, names=("replicate", "shard")), mp_policy=policy)
+    module.set_deterministic_reduction(True)
+    x, counts = torch.full((2, 6), 0.125), [1 + one % 2 for one in range(world)]
+    for i in range(counts[rank]):
+        module.set_requires_gradient_sync(i + 1 == counts[rank])
+        module(x).sum().backward()
+    gradient = module[2].bias.grad.full_tensor()
+    assert torch.equal(gradient, torch.full((15,), 2 * sum(counts) / world))

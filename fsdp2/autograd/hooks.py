@@ -291,12 +291,13 @@ def watch_inputs(
     if here and len(inputs) == 1 and not isinstance(inputs[0], AsyncCollectiveTensor):
         view = inputs[0].view_as(inputs[0])
         hook = _OneInput(done, starting)
-        views = in_each_transform(view)  # it has a node in each, and backwards of each come by their own
+        givens, views = inputs, [view]
+        if functorch_active():  # both have a node in each transform, and backwards of each come by their own
+            givens, views = in_each_transform(inputs[0]), in_each_transform(view)
         for one in views:
             if one.grad_fn is not None:
                 one.grad_fn.register_prehook(hook)
-        made_by = [*map(_made_by, in_each_transform(inputs[0]))]
-        return [view], partial(hook.follow, made_by, views[-1], views[-1]._version)
+        return [view], partial(hook.follow, [*map(_made_by, givens)], views[-1], views[-1]._version)
     # Autograd runs a function on the thread of its first tensor's device, and hooks of ours on that of ``device``.
     before = [] if here else [torch.empty(0, device=device)]
     return [*_SeveralInputs.apply(done, starting, *before, *inputs)][len(before) :], None

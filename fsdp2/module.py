@@ -18,7 +18,7 @@ from fsdp2.comm.collectives import in_memory_of_groups, in_symmetric_memory
 from fsdp2.comm.streams import Lane
 from fsdp2.compression.collectives import compress
 from fsdp2.compression.policy import CompressionPolicy
-from fsdp2.engine.by_hand import gather_by_hand
+from fsdp2.engine.by_hand import gather_before_backward, gather_by_hand
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import units_below
 from fsdp2.engine.options import GroupOptions
@@ -173,8 +173,7 @@ class FSDPModule(TorchFSDPModule):
             reshard_after_backward=_bool("reshard_after_backward", reshard_after_backward),
         )
         if not reshard_after_backward:
-            for unit in self._units(recurse):
-                unit.unshard_before_backward()
+            gather_before_backward(self._units(recurse), "set_reshard_after_backward(False)")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Gather this module's parameters for backward (True) or not (False); an embedding's backward needs none."""

@@ -1,16 +1,17 @@
-"""Gathers by hand, which the caller asks for: ``unshard()`` and ``use_weights``."""
+"""Gathers by hand, which the caller asks for: ``unshard()``, ``use_weights`` and ``set_reshard_after_backward``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from fsdp2.engine.collective import Launch, PassKind, launch_unobserved
 from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.observer import Observer
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext, are_copied, with_outdated_portions
 from fsdp2.engine.unit import FSDPState
 
-__all__ = ["gather_by_hand"]
+__all__ = ["gather_before_backward", "gather_by_hand"]
 
 
 def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None:
@@ -53,20 +54,57 @@ def _gather_between_passes(
     else:
         observer = root.observer_by_hand(units, kind)
         kind = kind.with_portions(root.numbers_of(with_outdated_portions(groups)))
-        run = Pass(groups, observer)
-        run.begin(kind)
-        try:
-            _start(groups, run.launch)
-            run.end()
-        except BaseException:
-            observer.abandon()
-            raise
+        _run_pass(groups, observer, kind, _start)
     for group in groups:
         group.residency.end_portions(keep=False)
         group.residency.keep(by_hand=True)
+
+
+def _run_pass(
+    groups: list[FSDPParamGroup],
+    observer: Observer,
+    kind: PassKind,
+    gather: Callable[[list[FSDPParamGroup], Launch], None],
+) -> None:
+    """Gather in a pass of its own."""
+    run = Pass(groups, observer)
+    run.begin(kind)
+    try:
+        gather(groups, run.launch)
+        run.end()
+    except BaseException:
+        observer.abandon()
+        raise
 
 
 def _start(groups: list[FSDPParamGroup], launch: Launch, *, in_backward: bool = False) -> None:
     for group in groups:
         group.comm.lanes.gather_after_compute()  # the caller may have written the shards just now
         group.start_unshard(launch, in_backward=in_backward)
+
+
+def gather_before_backward(units: Iterable[FSDPState], asked: str) -> None:
+    """Show full parameters of ``units`` if several backwards are to come on forwards that ran, and none may free them.
+
+    This gathers at once. A pipeline that splits backward in two (zero bubble) looks up the parameters to differentiate
+    on the module, before autograd runs, so no hook could gather.
+    """
+    by_root: dict[RootContext[FSDPState], list[FSDPParamGroup]] = {}
+    for unit in units:
+        root = unit.root
+        if not root.is_last_backward or root.finalizes_manually:
+            by_root.setdefault(root, []).extend(group for group in unit.groups if root.pending.expects(group))
+    for root, groups in by_root.items():
+        if root.running is not None:
+            _show(groups, root.running.launch)
+        elif any(group.residency.needs_gather for group in groups):
+            _run_pass(groups, root.observer, PassKind(asked), _show)
+        else:
+            _show(groups, launch_unobserved)
+        for group in groups:
+            group.residency.keep()
+
+
+def _show(groups: list[FSDPParamGroup], launch: Launch) -> None:
+    for group in groups:
+        group.unshard_now(launch, in_backward=True)

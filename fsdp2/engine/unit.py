@@ -42,7 +42,6 @@ from fsdp2.autograd.side_outputs import SideOutputs
 from fsdp2.autograd.trees import Tree
 from fsdp2.engine.backward import BackwardPass
 from fsdp2.engine.casts import cast_inputs, cast_output, move_inputs
-from fsdp2.engine.collective import launch_unobserved
 from fsdp2.engine.forward import ForwardPass
 from fsdp2.engine.group import ComputedWith, FSDPParamGroup
 from fsdp2.engine.options import GroupOptions
@@ -683,20 +682,6 @@ class FSDPState(ComposableState):
     def notice_backward(self) -> None:
         """Start a backward pass: a gradient is finished although no backward entered the group by its outputs."""
         self.root.start_backward()
-
-    def unshard_before_backward(self) -> None:
-        """Show full parameters if several backwards are to come on forwards that ran, and none of them may free.
-
-        This gathers at once, for ``set_reshard_after_backward(False)``. A pipeline that splits backward in two (zero
-        bubble) looks up the parameters to differentiate on the module, before autograd runs, so no hook could gather.
-        """
-        root = self.root
-        if root.is_last_backward and not root.finalizes_manually:
-            return
-        for group in self.groups:
-            if root.pending.expects(group):
-                group.unshard_now(launch_unobserved if root.running is None else root.running.launch, in_backward=True)
-                group.residency.keep()
 
     # ---- the root ----
 

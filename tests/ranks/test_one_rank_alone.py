@@ -50,6 +50,20 @@ def test_an_input_that_needs_a_gradient(rank, world, reshard):
 
 
 @on_ranks(2)
+def test_weights_kept_for_backward_on_one_rank(rank, world):
+    """The one setter that gathers: the others were in backward, and all waited until the timeout."""
+    module, alone = models()
+    for _ in range(LAST):
+        train(module, alone)
+    module.set_is_last_backward(False)
+    loss = module(torch.ones(2, 8)).sum()
+    with pytest.raises(RuntimeError, match=r"rank 0: set_reshard_after_backward\(False\); rank 1: backward"):
+        if rank == 0:
+            module.set_reshard_after_backward(False)
+        loss.backward()
+
+
+@on_ranks(2)
 def test_a_weight_written_on_one_rank(rank, world):
     """After an evaluation, which keeps nothing, one rank writes to its shard: nobody communicates."""
     module, alone = models()

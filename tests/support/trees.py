@@ -209,14 +209,16 @@ class Tree(nn.Module):
     ``after_backward`` is called with a part when backward has the gradient of its input.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, *, saved: bool = False) -> None:
+        """``saved``: a selective checkpoint around it saves results of products, which must not be changed."""
         super().__init__()
         self.node = node
         self.skipped = self.alone = False
-        self.changes = node.in_place and node.kind in MAY_CHANGE and not node.recompute
+        self.changes = node.in_place and node.kind in MAY_CHANGE and not node.recompute and not saved
         self.after_backward: Callable[[Tree], None] | None = None
         self.inner = LEAVES[node.kind]() if node.kind in LEAVES else None
-        self.parts = nn.ModuleList(Tree(child) for child in node.children)
+        saved = saved or node.recompute == "selective"
+        self.parts = nn.ModuleList(Tree(child, saved=saved) for child in node.children)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Any:
         if self.node.recompute:  # as in use: what is recomputed would leave its results a second time

@@ -65,6 +65,10 @@ class Pending:
         for group in groups:
             self.calls.record(group, self.forwards)
 
+    def forget_route(self) -> None:
+        """Forget the order of calls: with it, nothing but gathers ahead is lost."""
+        self.calls = BackwardRoute()
+
     def end_forward(self, used: Iterable[FSDPParamGroup], stayed: Iterable[FSDPParamGroup]) -> None:
         """Note what backward has to know of a forward with gradients."""
         self.used.update(dict.fromkeys(used))

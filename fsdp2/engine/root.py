@@ -123,10 +123,20 @@ class RootContext(Generic[U]):
         if self._children is not None:
             self._children.look()
 
-    def forget_units(self) -> None:
-        """Forget the routes of passes, on which groups may be that are no longer below the root."""
+    def forget_units(self, removed: Iterable[U]) -> None:
+        """Forget the routes of passes, on which groups may be that are no longer below the root.
+
+        Those of ``removed`` units give back what they keep for a backward, which may never come: no pass of this root
+        frees them any more. It gathers them again.
+        """
         self.itinerary = Itinerary()
+        self.pending.forget_route()
         self.observer.forget_units()
+        below = set(self.groups)
+        for group in [group for unit in removed for group in unit.groups]:
+            if group not in below and group.store.options.unshard_in_backward:
+                group.residency.unkeep()
+                group.residency.lower()
 
     def use_comm(self, comm: CommContext) -> None:
         """Let all groups communicate on ``comm`` from now on, after what they have in flight."""

@@ -739,14 +739,14 @@ class FSDPState(ComposableState):
             return
         if (error := self._why_no_root(names)) is not None:
             raise error
-        for unit in before:
-            if unit not in names and unit.root is root:
-                unit._root = None  # its next forward looks for a root
+        removed = [unit for unit in before if unit not in names and unit.root is root]
+        for unit in removed:
+            unit._root = None  # its next forward looks for a root
         for unit, name in names.items():
             unit._run_under(root, name)
         try:
             root.take_over(list(names))
-            root.forget_units()
+            root.forget_units(removed)
             self._share_lanes()
             for unit in names:
                 if unit not in before:

@@ -659,6 +659,29 @@ def test_units_inserted_and_removed(rank, world):
 
 
 @on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_unit_is_removed_before_the_backward_on_it(rank, world, reshard):
+    """What it kept for a backward that never came stayed in memory as long as the unit, and the next backward of the
+    model gathered it ahead. A backward that comes after all gathers it anew."""
+    module, alone = beside_one_process(partial(stack, 4), reshard_after_forward=reshard)
+    for one in (module, alone, module, alone):
+        one(torch.ones(2, 4)).square().sum().backward()
+        one.zero_grad()
+    losses = [one(torch.ones(2, 4)).square().sum() for one in (module, alone)]
+    taken = [module.pop(2), alone.pop(2)]
+    gathered: list[str] = []
+    with listening(lambda event, name: gathered.append(name) if event == "unshard" else None):
+        for one in (module, alone):
+            one(torch.ones(2, 4)).square().sum().backward()
+    assert "2" not in gathered
+    assert isinstance(taken[0].weight, DTensor)
+    for loss in losses:
+        loss.backward()
+    assert_gradients(module, alone)
+    assert_gradients(*taken)
+
+
+@on_ranks(1, 2)
 def test_an_inserted_unit_that_is_refused_is_refused_again(rank, world):
     """The second forward took the units below for known, and computed with parameters on the meta device."""
     module, _ = beside_one_process(partial(stack, 4))

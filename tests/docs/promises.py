@@ -102,7 +102,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "a step, or clipping, before gradients are reduced": (
             SYNC + "test_what_reads_gradients_is_refused",
-            SYNC + "test_a_step_before_finalize_backward_is_refused",
+            STEP + "test_manual_backward.py::test_gradients_that_wait_for_finalization",
         ),
         "applied once, everywhere": (STEP + "test_reduction.py::test_divide_factor",),
         "always take effect": (STEP + "test_reduction.py::test_reduce_scatter_max_input_buffers",),

@@ -311,6 +311,7 @@ MOVES = {
     "set_allocate_memory_from_process_group_for_comm": (
         lambda unit: unit.set_allocate_memory_from_process_group_for_comm(True)
     ),
+    "set_compression": lambda unit: unit.set_compression(None),
 }
 
 

@@ -295,12 +295,7 @@ def test_what_does_not_compose_is_refused_by_name(rank, world):
     with pytest.raises(ValueError, match=r"compression.reduce: .*custom reduce-scatter \(Scatter\)"):
         model.set_compression(policy(reduce=torch.int8))
     model.set_compression(policy(gather=torch.int8))
-    x = ternary(1, 64).requires_grad_()
-    hook = model.inner.register_forward_pre_hook(lambda *args: model.set_compression(None))
-    with pytest.raises(RuntimeError, match="set_compression was called while its forward runs"):
-        model(x)
-    hook.remove()
-    model.reset_iter_state()
+    assert_equal(result(model), result(shard(Products(), mesh=mesh_1d())))
 
 
 @on_ranks(2)

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support import api
-from tests.support.models import Block, mlp
+from tests.support.models import mlp
 from tests.support.parity import (
     Case,
     assert_gradients,
@@ -366,28 +365,6 @@ def test_parameters_looked_up_between_forward_and_backward(rank, world, reshard)
     api.ours.fully_shard.state(module)._root_post_backward_final_callback()  # as torch's schedules do
     (alone(inputs).sum() + alone(inputs * 2).sum()).backward()
     assert_gradients(module, alone)
-
-
-@on_ranks(2)
-def test_the_embedding_before_a_compiled_block(rank, world):
-    """Under tensor parallelism a block's input may be a collective under way. A compiled block takes such an input for
-    one that needs no gradient: backward died, and with torch's fully_shard the embedding's gradient is zero."""
-    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    grads = []
-    for backend in ("eager", "aot_eager"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(6, 4), Block(4))
-        spread = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        parallelize_module(model, mesh["tp"], {"0": spread})
-        model[1].compile(backend=backend, fullgraph=True)
-        for unit in (model[1], model):
-            api.ours.fully_shard(unit, mesh=mesh["dp"])
-        model(torch.arange(12).view(2, 6) % 6).square().sum().backward()
-        model.reshard()
-        grads.append(model[0].weight.grad.full_tensor())
-        torch._dynamo.reset()
-    assert grads[0].count_nonzero() == 24
-    torch.testing.assert_close(grads[1], grads[0])
 
 
 class Equilibrium(nn.Module):

@@ -72,7 +72,8 @@ POLICIES = {
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("told", [BF16, FP32, None, DEFAULT], ids=["bf16", "fp32", "any", "default"])
 def test_a_reduced_gradient_has_the_dtype_that_was_chosen(rank, world, policy, dtype, told):
-    """Whatever it was computed and reduced in; torch's has the same bits, also where backwards do not reduce."""
+    """Whatever it was computed and reduced in; torch's has the same bits, also where backwards do not reduce. The
+    dtypes are those of torch 2.15 on every torch."""
     seen = []
     for fsdp in IMPLEMENTATIONS:
         module, found = sharded(fsdp, dtype, told, mp_policy=POLICIES[policy]), []
@@ -80,31 +81,15 @@ def test_a_reduced_gradient_has_the_dtype_that_was_chosen(rank, world, policy, d
             for last in (False, True):
                 module.set_requires_gradient_sync(last)
                 backward(module, 2 * step + last)
-            found += gradients(module)
+            found += [grad.clone() for grad in gradients(module)]
         for weight in module.parameters():
             assert told == DEFAULT or weight.grad_dtype is told
         seen.append(found)
     reduced = POLICIES[policy].reduce_dtype or POLICIES[policy].param_dtype or dtype
     assert {grad.dtype for grad in seen[0]} == {{DEFAULT: dtype, None: reduced}.get(told, told)}
+    if POLICIES[policy].reduce_dtype is not None:  # rounded to it; later ones are sums of several
+        assert all(torch.equal(grad, grad.to(reduced).to(grad.dtype)) for grad in seen[0][:2])
     assert all(map(torch.equal, seen[0], seen[-1]))
-
-
-@on_ranks(2)
-def test_what_torch_was_measured_to_do(rank, world):
-    """The dtypes of gradients on shards with torch 2.15, which hold on every torch."""
-    for dtype, told, policy, wanted in (
-        (BF16, FP32, MixedPrecisionPolicy(), FP32),
-        (FP32, BF16, MixedPrecisionPolicy(), BF16),
-        (BF16, None, MixedPrecisionPolicy(reduce_dtype=FP32), FP32),
-        (BF16, FP32, MixedPrecisionPolicy(reduce_dtype=BF16), FP32),
-        (FP32, None, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16), BF16),
-    ):
-        module = sharded(api.ours, dtype, told, mp_policy=policy)
-        backward(module)
-        assert {grad.dtype for grad in gradients(module)} == {wanted}
-    rounded = sharded(api.ours, BF16, FP32, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
-    backward(rounded)
-    assert all(torch.equal(grad, grad.to(BF16).float()) for grad in gradients(rounded))
 
 
 @on_ranks(2, 4)
@@ -231,15 +216,6 @@ def test_conversion_that_fails_loses_no_gradient(rank, world):
         module._apply(fail)
     assert all(map(torch.equal, gradients(module), values))
     assert all(weight.grad is grad for weight, grad in zip(module.parameters(), before, strict=True))
-
-
-@on_ranks(2)
-def test_conversion_of_a_default_gradient_follows_the_parameter(rank, world):
-    """As it always did."""
-    module = sharded(api.ours, FP32, DEFAULT)
-    backward(module)
-    module.to(BF16)
-    assert {grad.dtype for grad in gradients(module)} == {BF16}
 
 
 @on_ranks(2)

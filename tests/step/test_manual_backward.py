@@ -90,22 +90,6 @@ def backward(module: nn.Module) -> None:
 
 @api.fsdp2_only
 @on_ranks(2)
-def test_reductions_under_way_are_no_gradients(rank, world):
-    """Backward has launched all of them; an optimizer that stepped would have had some of their results, or none."""
-    module = sharded()
-    optimizer = torch.optim.SGD(module.parameters())
-    module.set_manual_backward_finalization(True)
-    backward(module)
-    for use in (optimizer.step, lambda: fsdp2.clip_grad_norm_(module.parameters(), 1.0)):
-        with pytest.raises(RuntimeError, match=r"not reduced .*finalize_backward\(\)"):
-            use()
-    module.finalize_backward()
-    assert fsdp2.clip_grad_norm_(module.parameters(), 1.0) > 0
-    optimizer.step()
-
-
-@api.fsdp2_only
-@on_ranks(2)
 def test_calls_that_make_no_sense(rank, world):
     """Each is refused with what to do; before the first forward there is nothing to end."""
     module = sharded()
@@ -285,22 +269,26 @@ def test_what_ranks_may_skip_is_freed(rank, world, marked):
 @api.fsdp2_only
 @on_ranks(2)
 @pytest.mark.parametrize("reader", ["clip", "step", "foreach step"])
-def test_gradients_that_wait_for_finalization(rank, world, reader):
-    """The backward has started every reduction but that of the first unit. Until ``finalize_backward`` the norm was of
-    some gradients only, and a step changed some of the parameters; every rank says so, and changes nothing."""
+@pytest.mark.parametrize("sync", [True, False])
+def test_gradients_that_wait_for_finalization(rank, world, sync, reader):
+    """The backward has started every reduction but that of the first unit, or none. Until ``finalize_backward`` the
+    norm was of some gradients only, and a step changed some of the parameters; every rank says so, and changes
+    nothing."""
     module, alone = beside_one_process(stack)
     module.set_manual_backward_finalization(True)
+    module.set_requires_gradient_sync(sync)
     before = fulls(dict(module.named_parameters()))
     for model in (module, alone):
         model(torch.ones(2, 8)).square().mean().backward()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=reader == "foreach step")
-    with pytest.raises(RuntimeError, match=r"finalize_backward\(\)"):
+    with pytest.raises(RuntimeError, match=r"not reduced .*finalize_backward\(\)"):
         if reader == "clip":
             fsdp2.clip_grad_norm_(module.parameters(), 1.0)
         else:
             optimizer.step()
     for name, value in fulls(dict(module.named_parameters())).items():
         assert value is not None and torch.equal(value, before[name]), name
+    module.set_requires_gradient_sync(True)
     module.finalize_backward()
     assert_gradients(module, alone)
     norms = [fsdp2.clip_grad_norm_(module.parameters(), 1e6), nn.utils.clip_grad_norm_(alone.parameters(), 1e6)]

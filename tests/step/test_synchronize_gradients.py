@@ -357,21 +357,6 @@ def test_other_optimizers_step(rank, world):
     last.step()
 
 
-@on_ranks(2)
-def test_a_step_before_finalize_backward_is_refused(rank, world):
-    """With manual finalization the gradients that no hook reduced are there after ``finalize_backward`` only."""
-    module = sharded()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module.set_manual_backward_finalization(True)
-    module.set_requires_gradient_sync(False)
-    backward(module, rank, world, 0)
-    module.set_requires_gradient_sync(True)
-    with pytest.raises(RuntimeError, match=r"finalize_backward\(\)"):
-        optimizer.step()
-    module.finalize_backward()
-    optimizer.step()
-
-
 def persistent(module) -> None:
     """Give every unit memory of its own, for one reduction at a time."""
     module.set_reduce_scatter_max_input_buffers(1)

@@ -44,17 +44,6 @@ def full_bytes(module: nn.Module) -> int:
     return 0 if full is None else full.untyped_storage().size()
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_after_forward_parameters_are_freed_or_kept_as_asked(mesh: DeviceMesh, reshard: bool) -> None:
-    module = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=reshard)
-    loss = module(torch.ones(2, 4)).sum()
-    assert state_of(module) == (Level.SHARDS if reshard else Level.FULL, Phase.IDLE)
-    assert isinstance(module.weight, DTensor) == reshard and (full_bytes(module) == 0) == reshard
-    loss.backward()
-    assert state_of(module) == (Level.SHARDS, Phase.IDLE)
-    assert isinstance(module.weight.grad, DTensor) and full_bytes(module) == 0
-
-
 def test_what_is_written_while_summoned_reaches_all_that_is_kept(mesh: DeviceMesh) -> None:
     """The shards, the full parameter that a forward kept or the pieces of a few ranks, and the gradients."""
     for reshard in (True, False, 2):
@@ -87,15 +76,6 @@ def test_pieces_of_shards_that_changed_are_not_gathered_ahead(mesh: DeviceMesh) 
                 param.sharded.mul_(0.5)
     gathered = [name for event, name in events(lambda: module(torch.ones(2, 8))) if event == "unshard"]
     assert sorted(gathered) == ["0", "1"]
-
-
-def test_a_parameter_put_in_the_place_of_a_shard_is_the_shard_from_then_on(mesh: DeviceMesh) -> None:
-    module = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    module.weight = other = nn.Parameter(module.weight.detach() * 2)
-    for _ in range(2):
-        module(torch.ones(2, 4)).sum().backward()
-        assert module.weight is other and other.grad is not None
-        other.grad = None
 
 
 def test_a_grouped_call_is_through_when_all_its_members_are(mesh: DeviceMesh) -> None:

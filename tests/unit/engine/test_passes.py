@@ -22,7 +22,6 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.passes import Pass
 from fsdp2.engine.root import RootContext
 from fsdp2.engine.unit import FSDPState
-from tests.support.counting import gathers
 from tests.support.fake import fake_mesh
 from tests.support.parity import shard_each
 from tests.support.streams import Device
@@ -256,14 +255,6 @@ def test_a_backward_that_is_heard_of_at_its_inputs_alone_ends(mesh: DeviceMesh) 
         model(torch.ones(2, 4, requires_grad=True))()
         assert model.linear.weight.grad is not None and model._get_fsdp_state().root.running is None
         model.zero_grad()
-
-
-def test_what_a_backward_keeps_is_there_for_the_next_forward(mesh: DeviceMesh) -> None:
-    """Without another gather, also where forwards do not keep anything."""
-    model = fully_shard(nn.Linear(4, 4), mesh=mesh, reshard_after_forward=True)
-    model.set_reshard_after_backward(False)
-    model(torch.ones(2, 4)).sum().backward()
-    assert gathers(lambda: model(torch.ones(2, 4))) == 0
 
 
 @pytest.mark.parametrize("recurse", [True, False])

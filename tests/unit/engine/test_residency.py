@@ -131,20 +131,6 @@ def test_what_is_held_is_gathered_anew_when_the_shards_changed(mesh: DeviceMesh,
         assert gathers(lambda: module(ONES)) == 1
 
 
-def test_other_parameters_in_the_place_of_full_ones_are_refused(mesh: DeviceMesh) -> None:
-    """``functional_call`` would put the full ones back behind our back. With shards on the module it works."""
-    module = fully_shard(nn.Linear(8, 8), mesh=mesh)
-    values = {name: param.detach() * 2 for name, param in module.named_parameters()}
-    module.unshard()
-    with torch.no_grad():
-        with pytest.raises(RuntimeError, match=r"^weight: its module shows other parameters .*reshard\(\)"):
-            torch.func.functional_call(module, values, (ONES,))
-        module.reset_iter_state()
-        for _ in range(2):
-            torch.func.functional_call(module, values, (ONES,))
-            module(ONES)
-
-
 def test_a_state_dict_shows_shards_and_keeps_what_is_in_memory(mesh: DeviceMesh) -> None:
     """Perhaps one rank alone makes it, to print its length: the next forward must gather on all ranks or on none."""
     module = fully_shard(nn.Linear(8, 8), mesh=mesh)
@@ -230,19 +216,3 @@ def test_what_a_forward_broke_off_is_not_held(mesh: DeviceMesh) -> None:
         module(ONES)
     handle.remove()
     assert gathers(lambda: module(ONES)) == 2
-
-
-def test_options_that_move_shards_are_refused_inside_a_forward(mesh: DeviceMesh) -> None:
-    """The forward computes with what they would replace."""
-    module = fully_shard(nn.Sequential(nn.Linear(8, 8)), mesh=mesh)
-    module[0].register_forward_hook(lambda *unused: module.set_compression(None))
-    with pytest.raises(RuntimeError, match="set_compression was called while its forward runs"):
-        module(ONES)
-
-
-def test_saving_leaves_what_was_put_in_the_place_of_a_shard(mesh: DeviceMesh) -> None:
-    """The next forward takes it in; until then a state dict must show it as well."""
-    module = fully_shard(nn.Linear(8, 8), mesh=mesh)
-    module.weight = other = nn.Parameter(module.weight.detach() * 2)
-    assert module.state_dict()["weight"].to_local().data_ptr() == other.to_local().data_ptr()
-    assert module.weight is other

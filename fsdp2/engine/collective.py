@@ -14,6 +14,7 @@ from fsdp2.engine.param import FSDPParam
 
 __all__ = [
     "AS_COMPUTED",
+    "BROKEN_OFF",
     "END",
     "Collective",
     "CollectiveKind",
@@ -38,6 +39,7 @@ CollectiveKind = Literal[
     "gather over replicas",  # at the beginning of a pass, of the groups in PassKind.portions
     "reduce",
     "end",  # of the pass
+    "broken off",  # only in lists that ranks compare, in the place of the end
     "stay",  # only in lists that ranks compare: of the groups in PassKind.stayed, nothing is gathered
 ]
 
@@ -64,6 +66,8 @@ AS_COMPUTED = -1
 """In ``Collective.part`` of a reduction, behind the indices: gradients are sent narrower than they are summed."""
 END = Collective("end", None)
 """The end of a pass, shown to the observer like a collective."""
+BROKEN_OFF = Collective("broken off", None)
+"""The end of a pass that an exception has left, or that was reset; not shown, because nothing waits for it."""
 
 
 def lacking(index: int) -> int:

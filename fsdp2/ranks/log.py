@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fsdp2.engine.collective import END, Collective, PassKind
+from fsdp2.engine.collective import BROKEN_OFF, END, Collective, PassKind
 from fsdp2.engine.itinerary import MOST_CONTEXTS, Context, Contexts
 
 __all__ = ["PassLog"]
@@ -133,9 +133,13 @@ class PassLog:
         self._leave()
 
     def abandon(self) -> None:
-        """End the pass that runs, if one does: it was aborted, on this rank at least."""
+        """End the pass that runs, if one does: it was aborted, on this rank at least.
+
+        It launches nothing more, for which another rank may be waiting.
+        """
         self._nested = 0
         if self.kind:
+            self._past[-1] = (*self._past[-1][:3], [*self.collectives, BROKEN_OFF])
             self._leave()
             self._contexts.clear()
             self._aborted = True

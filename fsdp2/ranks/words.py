@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fsdp2.engine.collective import AS_COMPUTED, Collective, ObservedGroup, PassKind
+from fsdp2.engine.collective import AS_COMPUTED, BROKEN_OFF, Collective, ObservedGroup, PassKind
 from fsdp2.engine.root import RootContext
 
 __all__ = ["ELSEWHERE", "Words", "refuse"]
@@ -14,6 +14,11 @@ __all__ = ["ELSEWHERE", "Words", "refuse"]
 _REMEDY = "every rank must run the same units in the same order, after the same calls of setters and of unshard()"
 ELSEWHERE = "a pass of another root"
 _REMEDY_FOR_ROOTS = "; run the forwards and backwards of all models in one order on all ranks"
+_BROKE_OFF = "broke off (an exception, or reset_iter_state)"
+_REMEDY_FOR_EXCEPTIONS = (
+    "; let all ranks agree before the pass that each of them can run it (by an all_reduce, say), or let an exception "
+    "of one rank end the job"
+)
 _REMEDY_FOR_PASSES = "; call the model and its methods equally often on all ranks, outside of `if rank == 0:`"
 
 
@@ -51,7 +56,7 @@ class Words:
     def _text(self, kind: object, collective: Collective) -> str:
         group = collective.group
         if group is None:
-            return f"the end of {kind}"
+            return f"{kind} {_BROKE_OFF}" if collective == BROKEN_OFF else f"the end of {kind}"
         text = f"{collective.kind} {group.name or 'the root'!r} in {kind}"
         if collective.kind == "stay":
             return f"{group.name or 'the root'!r} is gathered since forward in {kind}"
@@ -80,7 +85,12 @@ def refuse(texts: dict[int, str]) -> str:
     for rank, one in did.items():
         by_text.setdefault(one if isinstance(one, str) else one.text, []).append(rank)
     parts = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items()]
-    remedy = _REMEDY_FOR_ROOTS if ELSEWHERE in by_text else _skipping(list(did.values())) or _REMEDY_FOR_PASSES
+    if ELSEWHERE in by_text:
+        remedy = _REMEDY_FOR_ROOTS
+    elif any(text.endswith(_BROKE_OFF) for text in by_text):
+        remedy = _REMEDY_FOR_EXCEPTIONS
+    else:
+        remedy = _skipping(list(did.values())) or _REMEDY_FOR_PASSES
     return f"ranks do not do the same: {'; '.join(parts)}. Expected: {_REMEDY}{remedy}"
 
 

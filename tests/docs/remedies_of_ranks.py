@@ -5,6 +5,7 @@ In processes of their own: ranks that differ end. ``remedies.py`` says what a ca
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -54,6 +55,26 @@ def evaluates(on_all: bool, rank: int, world: int) -> None:
 def evaluation_on_one_rank(rank: int) -> Iterator[Call]:
     """The model is called on all ranks."""
     yield from apart(evaluates)
+
+
+def skips_a_bad_batch(all_agree: bool, rank: int, world: int) -> None:
+    """Train on what each rank can compute with, or on what all ranks can."""
+    module = trained()
+    for step in range(3):
+        x = torch.ones(2, 8 if step != 1 or rank == 1 else 3)
+        can = torch.tensor(float(x.shape[1] == 8))
+        if all_agree:
+            dist.all_reduce(can, dist.ReduceOp.MIN)
+        if all_agree and not can:
+            continue
+        with contextlib.suppress(RuntimeError if rank == 0 and step == 1 else ()):
+            module(x).sum().backward()
+
+
+@remedy("let all ranks agree before the pass that each of them can run it", ranks=0)
+def a_batch_that_one_rank_skips(rank: int) -> Iterator[Call]:
+    """All ranks skip it."""
+    yield from apart(skips_a_bad_batch)
 
 
 def two_models(in_one_order: bool, rank: int, world: int) -> None:

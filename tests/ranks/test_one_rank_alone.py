@@ -201,6 +201,20 @@ def breaks_off_an_evaluation(rank: int, world: int) -> None:
                 handle.remove()
 
 
+def breaks_off_the_first_forward(rank: int, world: int) -> None:
+    """On one rank the first forward raises in the middle, and the caller goes on to the next batch.
+
+    The others waited for its next gather, and this rank for a meeting: nothing that it had done differed from theirs.
+    """
+    module, _ = models()
+    handle = module.first.register_forward_hook(lambda *_: 1 / 0) if rank == 1 else None
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError):
+            module(torch.ones(2, 8)).sum().backward()
+        if handle is not None:
+            handle.remove()
+
+
 def replaces_a_unit(rank: int, world: int) -> None:
     """One rank puts a new unit in the place of another."""
     steps(rank, lambda module: setattr(module, "middle", fsdp2.fully_shard(nn.Linear(8, 8))))
@@ -221,6 +235,10 @@ def replaces_a_unit(rank: int, world: int) -> None:
         (unshards_at_the_start, "rank 1: its first pass is unshard(), rank 0: its first pass is forward"),
         (unshards_another, "rank 0: gather 'first' in unshard(); rank 1: gather 'middle' in unshard()"),
         (breaks_off_an_evaluation, "rank 0: evaluation; rank 1: evaluation after a pass that was aborted"),
+        (
+            breaks_off_the_first_forward,
+            "rank 0: gather 'middle' in forward; rank 1: forward broke off (an exception, or reset_iter_state)",
+        ),
         rarely(uses_weights, "rank 0: forward; rank 1: use_weights"),
         (
             freezes,

@@ -59,8 +59,8 @@ def gradients(module: nn.Module) -> list[torch.Tensor]:
 
 POLICIES = {
     "none": MixedPrecisionPolicy(),
-    "bf16": MixedPrecisionPolicy(param_dtype=BF16),
     "reduce bf16": MixedPrecisionPolicy(reduce_dtype=BF16),
+    "bf16": MixedPrecisionPolicy(param_dtype=BF16),
     "reduce fp32": MixedPrecisionPolicy(reduce_dtype=FP32),
     "bf16, reduce fp32": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),
     "bf16, reduce bf16": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16),

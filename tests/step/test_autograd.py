@@ -18,6 +18,7 @@ from tests.support.parity import (
     accumulate,
     assert_gradients,
     beside_one_process,
+    step_alike,
     trains_like_one_process,
 )
 from tests.support.pool import on_ranks
@@ -331,14 +332,12 @@ def test_autocast(rank, world, reshard):
     All ranks have the same batch, so that a mean over ranks is what one process computes in bfloat16."""
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     both = beside_one_process(Three, reshard_after_forward=reshard)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                model(batch)
+            return model(batch).square().mean() + model(batch / 2).square().mean()
+
     for step in range(3):
-        for model in both:
-            with torch.autocast("cpu", torch.bfloat16):
-                with torch.no_grad():
-                    model(batch)
-                loss = model(batch).square().mean() + model(batch / 2).square().mean()
-            loss.backward()
-        assert_gradients(*both, step)
-        for model in both:
-            torch.optim.SGD(model.parameters(), 0.1).step()
-            model.zero_grad()
+        step_alike(*both, loss, step)

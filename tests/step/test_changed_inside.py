@@ -13,7 +13,7 @@ from torch import nn
 import fsdp2
 from tests.support import api
 from tests.support.counting import events
-from tests.support.parity import assert_gradients, beside_one_process, mesh_1d
+from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, step_alike
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -21,30 +21,17 @@ pytestmark = api.fsdp2_only
 INPUTS = torch.ones(2, 8)
 
 
-def train_both(
-    module: Any,
-    alone: Any,
-    steps: int = 3,
-    *,
-    units: Callable[[Any], Any] = nn.Module.modules,
-    loss_of: Callable[[Any], torch.Tensor] = lambda model: model(INPUTS).square().mean(),
-    evaluate: Callable[[Any], torch.Tensor] = lambda model: model(INPUTS),
-) -> None:
+def loss_of(model: nn.Module) -> torch.Tensor:
+    """Return the loss of the same rows on every rank."""
+    return model(INPUTS).square().mean()
+
+
+def train_both(module: Any, alone: Any, steps: int = 3) -> None:
     """Train both; expect equal losses, gradients, and results of evaluations between steps."""
     for step in range(steps):
-        losses = [loss_of(model) for model in (module, alone)]
-        torch.testing.assert_close(*losses, msg=lambda text, s=step: f"step {s}: {text}")
-        for loss in losses:
-            loss.backward()
-        for unit in units(module):
-            if isinstance(unit, fsdp2.FSDPModule):
-                unit.reshard()
-        assert_gradients(module, alone, f"step {step}")
-        for model in (module, alone):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            model.zero_grad()
+        step_alike(module, alone, loss_of, f"step {step}")
         with torch.no_grad():
-            torch.testing.assert_close(evaluate(module), evaluate(alone))
+            torch.testing.assert_close(module(INPUTS), alone(INPUTS))
 
 
 # ---- full parameters that a forward writes between two calls ----

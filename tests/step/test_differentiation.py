@@ -19,6 +19,7 @@ from tests.support.parity import (
     full,
     mesh_1d,
     mesh_2d,
+    step_alike,
     trains_like_one_process,
 )
 from tests.support.pool import on_ranks
@@ -402,12 +403,7 @@ def test_a_hook_on_the_output_computes_with_weights(rank, world, inner):
     units = lambda model: [*([model[0].inner, model[1].inner] if inner else []), *model]
     both = beside_one_process(lambda: nn.Sequential(Equilibrium(), Equilibrium()), units)
     for step in range(3):
-        for model in both:
-            model(torch.full((2, 4), 0.5)).square().sum().backward()
-        assert_gradients(*both, step)
-        for model in both:
-            torch.optim.SGD(model.parameters(), 0.1).step()
-            model.zero_grad()
+        step_alike(*both, lambda model: model(torch.full((2, 4), 0.5)).square().sum(), step)
 
 
 @on_ranks(2)

@@ -24,7 +24,7 @@ import fsdp2
 from fsdp2._trace import listening
 from tests.support import api
 from tests.support.counting import events
-from tests.support.parity import assert_gradients, beside_one_process, mesh_2d
+from tests.support.parity import assert_gradients, beside_one_process, mesh_2d, step_alike
 from tests.support.pool import LIMIT_SECONDS, POOL, on_ranks
 
 pytestmark = api.fsdp2_only
@@ -89,13 +89,9 @@ def step(module: Any, alone: Any, where: object) -> None:
         model.zero_grad()
     with torch.no_grad():
         torch.testing.assert_close(module(INPUTS), alone(INPUTS), msg=lambda text: f"{where}, evaluation: {text}")
-    losses = [model(INPUTS).square().mean() for model in (module, alone)]
-    torch.testing.assert_close(*losses, msg=lambda text: f"{where}, loss: {text}")
-    for loss in losses:
-        loss.backward()
+    step_alike(module, alone, lambda model: model(INPUTS).square().mean(), where, lr=None)
     for unit in (*module.layers, module):
         unit.reshard()
-    assert_gradients(module, alone, where)
 
 
 def cases() -> list[Any]:

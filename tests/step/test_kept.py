@@ -23,7 +23,7 @@ from tests.ranks.apart import run_apart
 from tests.support import api
 from tests.support.counting import in_memory
 from tests.support.models import children, mlp
-from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, shard_each, stack
+from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, shard_each, stack, step_alike
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -46,14 +46,7 @@ def evaluate(module: nn.Module, alone: nn.Module) -> None:
 
 def train(module: nn.Module, alone: nn.Module) -> None:
     """One step of both, in which all ranks have the same data."""
-    losses = [one(inputs(1)).square().mean() for one in (module, alone)]
-    torch.testing.assert_close(*losses)
-    for loss in losses:
-        loss.backward()
-    assert_gradients(module, alone)
-    for one in (module, alone):
-        torch.optim.SGD(one.parameters(), lr=0.1).step()
-        one.zero_grad()
+    step_alike(module, alone, lambda one: one(inputs(1)).square().mean())
 
 
 def shards(module: nn.Module) -> list[nn.Parameter]:

@@ -26,6 +26,7 @@ from tests.support.parity import (
     mesh_of,
     sharded,
     stack,
+    step_alike,
 )
 from tests.support.pool import on_ranks
 
@@ -501,14 +502,8 @@ def test_a_generator_or_function_of_the_last_unit(rank, world, last):
     """From the second step on, the unit that forward ends with stays in memory, and its module shows shards until
     backward: with these the generator computed, "mixed torch.Tensor and DTensor"."""
     module, alone = beside_one_process(lambda: LeavesLast(last))
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
     for step in range(3):
-        for one, optimizer in zip((module, alone), optimizers, strict=True):
-            optimizer.zero_grad()
-            one(torch.full((2, 8), 1.0 + step)).square().mean().backward()
-        assert_gradients(module, alone, step)
-        for optimizer in optimizers:
-            optimizer.step()
+        step_alike(module, alone, lambda one, x=1.0 + step: one(torch.full((2, 8), x)).square().mean(), step)
 
 
 class CallsTwice(LeavesLast):
@@ -526,7 +521,4 @@ def test_a_generator_or_function_of_a_unit_that_is_called_again(rank, world, las
     the unit was freed, "modified by an inplace operation"."""
     module, alone = beside_one_process(lambda: CallsTwice(last))
     for step in range(2):
-        for one in (module, alone):
-            one.zero_grad()
-            one(torch.ones(2, 8)).square().mean().backward()
-        assert_gradients(module, alone, step)
+        step_alike(module, alone, lambda one: one(torch.ones(2, 8)).square().mean(), step)

@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2._trace import listening
-from tests.step.test_changed_inside import train_both
 from tests.support import api
 from tests.support.composition import composes
-from tests.support.parity import SEED, assert_gradients, mesh_1d, sharded, stack
+from tests.support.parity import SEED, beside_one_process, mesh_1d, stack, step_alike
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -67,12 +66,14 @@ ORDERS = {
 }
 
 
-def actor_and_critic(**options: Any) -> tuple[Any, Any]:
-    """Return two models with roots of their own around one trunk, and the same in one process."""
+def actor_and_critic(*ends: str, **options: Any) -> tuple[Any, Any]:
+    """Return two models with roots of their own around one trunk, of which ``ends`` are units as its blocks are, and
+    the same in one process."""
     torch.manual_seed(SEED)
     alone = Both()
     both = copy.deepcopy(alone)
-    for unit in (*both.actor.trunk.blocks, both.actor, both.critic):
+    trunk = both.actor.trunk
+    for unit in (*trunk.blocks, *(getattr(trunk, name) for name in ends), both.actor, both.critic):
         fsdp2.fully_shard(unit, mesh=mesh_1d(), **options)
     return both, alone
 
@@ -84,8 +85,10 @@ def test_two_roots_around_one_trunk(rank, world, order, reshard):
     """An actor and a critic, whose trunk's blocks are units. From the second forward on a pass of one root freed what
     the other computed with: "mixed torch.Tensor and DTensor"."""
     both, alone = actor_and_critic(reshard_after_forward=reshard)
-    units = lambda model: (model.actor, model.critic, *model.actor.trunk.blocks)
-    train_both(both, alone, units=units, loss_of=ORDERS[order], evaluate=lambda model: model.critic(INPUTS))
+    for step in range(3):
+        step_alike(both, alone, ORDERS[order], f"step {step}")
+        with torch.no_grad():
+            torch.testing.assert_close(both.critic(INPUTS), alone.critic(INPUTS))
 
 
 @on_ranks(1, 2)
@@ -94,23 +97,12 @@ def test_two_roots_around_a_trunk_of_units(rank, world, evaluated):
     """Nothing ties the roots: every parameter of the trunk belongs to one of its units. Each root waited for its own
     lanes, while these units communicated on those of the root that ran first last: the gradients of the first unit
     came after the step, silently."""
-    torch.manual_seed(SEED)
-    alone = Both()
-    both = copy.deepcopy(alone)
-    trunk = both.actor.trunk
-    for unit in (trunk.embed, *trunk.blocks, trunk.norm, both.actor, both.critic):
-        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    both, alone = actor_and_critic("embed", "norm")
     for name in ("critic", "actor", "critic", "actor"):
-        one, expected = getattr(both, name), getattr(alone, name)
         if evaluated:
             with torch.no_grad():
                 both.critic(INPUTS)
-        for model in (one, expected):
-            model(INPUTS).square().mean().backward()
-        assert_gradients(one, expected, name)
-        for model in (one, expected):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            model.zero_grad()
+        step_alike(getattr(both, name), getattr(alone, name), lambda model: model(INPUTS).square().mean(), name)
 
 
 class Nested(nn.Module):
@@ -135,20 +127,11 @@ def test_a_pass_of_one_root_inside_another(rank, world, graph):
     torch.manual_seed(SEED)
     alone = Both()
     both = copy.deepcopy(alone)
-    nets = [Nested(both), Nested(alone)]
-    for unit in (*both.actor.trunk.blocks, both.critic, nets[0]):
+    nets = {both: Nested(both), alone: Nested(alone)}
+    for unit in (*both.actor.trunk.blocks, both.critic, nets[both]):
         fsdp2.fully_shard(unit, mesh=mesh_1d())
     for step in range(3):
-        losses = [net(INPUTS, graph).square().mean() for net in nets]
-        torch.testing.assert_close(*losses)
-        for loss in losses:
-            loss.backward()
-        for unit in (*both.actor.trunk.blocks, both.critic, nets[0]):
-            unit.reshard()
-        assert_gradients(both, alone, f"step {step}")
-        for model in (both, alone):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-            model.zero_grad()
+        step_alike(both, alone, lambda model: nets[model](INPUTS, graph).square().mean(), f"step {step}")
 
 
 class Distilled(nn.Module):
@@ -180,38 +163,23 @@ class Distilled(nn.Module):
 def test_a_teacher_with_a_root_of_its_own(rank, world, checkpointed, where):
     """Its forward is recomputed inside the student's backward. That was taken for a backward of the teacher's, which
     never ended: ``synchronize_gradients`` was refused, and ``unshard()`` did not outlive an evaluation."""
-    teachers = [sharded(), stack()]
-    torch.manual_seed(SEED)
-    teachers[1] = stack()
+    teachers = beside_one_process(stack)
     alone = Distilled(teachers[1], checkpointed=checkpointed)
     module = copy.deepcopy(alone)
     module.ask = [teachers[0]]
     for unit in (*module.student, module):
         fsdp2.fully_shard(unit, mesh=mesh_1d())
+    outside = lambda model: model.compare(model.student(INPUTS), INPUTS)  # the layers are roots themselves
     for step in range(3):
-        if where == "inside":
-            losses = [model(INPUTS) for model in (module, alone)]
-        else:  # the layers are roots themselves
-            losses = [model.compare(model.student(INPUTS), INPUTS) for model in (module, alone)]
-        torch.testing.assert_close(*losses)
-        for loss in losses:
-            loss.backward()
-        assert_gradients(module, alone, f"step {step}")
-        for model in (module, alone):
-            model.zero_grad()
+        step_alike(module, alone, outside if where == "outside" else lambda model: model(INPUTS), f"step {step}")
     teachers[0].synchronize_gradients()
     teachers[0][0].unshard()
     weight = teachers[0][0].weight
     with torch.no_grad():
         torch.testing.assert_close(*[teacher(INPUTS) for teacher in teachers])
     assert teachers[0][0].weight is weight and weight.untyped_storage().size() > 0
-    # It can train as well.
-    losses = [teacher(INPUTS).square().mean() for teacher in teachers]
-    for loss in losses:
-        loss.backward()
-    for layer in teachers[0]:
-        layer.reshard()
-    assert_gradients(*teachers)
+    teachers[0][0].reshard()
+    step_alike(*teachers, lambda teacher: teacher(INPUTS).square().mean())  # it can train as well
 
 
 def tower() -> nn.Sequential:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 import fsdp2
 from tests.support import api
 from tests.support.counting import gathers
-from tests.support.parity import assert_gradients, beside_one_process, full, mesh_of, on_one_axis, stack
+from tests.support.parity import assert_gradients, beside_one_process, full, mesh_of, on_one_axis, stack, step_alike
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -63,11 +63,7 @@ def step_on_both(module: Any, alone: Any, where: str = "") -> None:
     """Assert that a forward and a backward give the same loss and gradients in both."""
     for model in (module, alone):
         model.zero_grad()
-    losses = [model(INPUTS).square().mean() for model in (module, alone)]
-    torch.testing.assert_close(*losses, msg=lambda text: f"{where}: {text}")
-    for loss in losses:
-        loss.backward()
-    assert_gradients(module, alone, where)
+    step_alike(module, alone, lambda model: model(INPUTS).square().mean(), where, lr=None)
 
 
 # ---- weights of one call ----

@@ -510,6 +510,21 @@ def assert_gradients(module: nn.Module, alone: nn.Module, where: object = "") ->
         torch.testing.assert_close(gradient, expected.grad, msg=lambda text, n=name: f"{where} {n}: {text}")
 
 
+def step_alike(
+    module: nn.Module, alone: nn.Module, loss: Callable[[Any], Tensor], where: object = "", *, lr: float | None = 0.1
+) -> None:
+    """Assert that a sharded module and the same in one process have equal losses and gradients. By these both step and
+    drop them, unless ``lr`` is None."""
+    losses = [loss(model) for model in (module, alone)]
+    torch.testing.assert_close(*losses, msg=lambda text: f"{where} loss: {text}")
+    for one in losses:
+        one.backward()
+    assert_gradients(module, alone, where)
+    for model in (module, alone) if lr is not None else ():
+        torch.optim.SGD(model.parameters(), lr).step()
+        model.zero_grad()
+
+
 def assert_same(got: Seen, expected: Seen, whose: str, tolerance: float = 2e-5) -> None:
     """Assert that two runs have seen the same numbers; each kind is measured by itself."""
     assert list(got) == list(expected)

@@ -49,6 +49,14 @@ def broken(module: Any, method: str = "forward") -> None:
         call(torch.ones(3, WIDTH))
 
 
+def assert_no_forward_runs(module: Any) -> None:
+    """Assert that nothing is refused as inside a forward, and that the module shows shards."""
+    assert isinstance(module.scale, DTensor)
+    module.synchronize_gradients()
+    with fsdp2.summon_full_params(module):
+        assert module.first.weight.shape == (WIDTH, WIDTH)
+
+
 def skip_a_batch(method: str, run: Run) -> None:
     """Train; in each iteration a batch is broken, and what was accumulated is dropped."""
     if run.fsdp is not None and method != "forward":
@@ -80,10 +88,7 @@ def test_what_is_called_next_is_in_no_forward(rank, world):
     for _ in range(2):
         module(torch.ones(2, WIDTH)).sum().backward()
     broken(module)
-    assert isinstance(module.scale, DTensor)
-    module.synchronize_gradients()
-    with fsdp2.summon_full_params(module):
-        assert module.first.weight.shape == (WIDTH, WIDTH)
+    assert_no_forward_runs(module)
     module.first.unshard()
     with torch.no_grad():
         module(torch.ones(2, WIDTH))
@@ -234,10 +239,7 @@ def test_a_hook_that_raises_after_the_module_has_computed(rank, world):
     for refused[0] in (False, True):
         with pytest.raises(ValueError, match="a broken sample") if refused[0] else contextlib.nullcontext():
             module(torch.ones(2, WIDTH)).sum().backward()
-    module.synchronize_gradients()
-    with fsdp2.summon_full_params(module):
-        assert module.first.weight.shape == (WIDTH, WIDTH)
-    assert isinstance(module.scale, DTensor)
+    assert_no_forward_runs(module)
 
 
 @on_ranks(2)
@@ -257,9 +259,7 @@ def test_an_output_that_is_refused(rank, world, method):
         fsdp2.register_fsdp_forward_method(module, method)
     with pytest.raises(RuntimeError, match="nested deeper than 64 levels"):
         (module if method == "forward" else getattr(module, method))(torch.ones(2, WIDTH))
-    module.synchronize_gradients()
-    with fsdp2.summon_full_params(module):
-        assert module.first.weight.shape == (WIDTH, WIDTH)
+    assert_no_forward_runs(module)
 
 
 @on_ranks(2)

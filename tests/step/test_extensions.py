@@ -537,6 +537,24 @@ def test_views_of_the_shards_on_one_rank(rank, world, reshard, kind):
     assert torch.equal(model[0].weight, torch.ones(8, 8))
 
 
+def assert_same_gradients(model: Any, alone: Any, step: int, **allowed: float) -> None:
+    """Assert that a step gives what trains the same gradients in both."""
+    for one in (model, alone):
+        one.zero_grad()
+        one(torch.full((2, alone[0].in_features), step + 1.0)).square().sum().backward()
+    for got, expected in zip(model.parameters(), alone.parameters()):
+        if expected.requires_grad:
+            torch.testing.assert_close(got.grad.full_tensor(), expected.grad, **allowed)
+
+
+@torch.no_grad()
+def halve_first(model: Any, alone: Any) -> None:
+    """Halve the first weight of both, where the shard keeps it."""
+    local = model[0].weight.to_local()
+    getattr(local, "_tensor", local).mul_(0.5)
+    alone[0].weight.mul_(0.5)
+
+
 class OnlyViewed(Halves):
     """A tensor that cannot be gathered, and gives any view."""
 
@@ -588,18 +606,9 @@ def test_a_view_that_is_not_given(rank, world, trains, sends, widths):
     with lost if trains or world > 1 else contextlib.nullcontext():
         api.ours.fully_shard(model, mesh=mesh_1d(), shard_placement_fn=placement)
     for step in range(3):
-        inputs = torch.full((2, widths[0]), step + 1.0)
-        for one in (model, alone):
-            one.zero_grad()
-            one(inputs).square().sum().backward()
-        for got, expected in zip(model.parameters(), alone.parameters()):
-            if expected.requires_grad:
-                torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
-        with torch.no_grad():
-            model.reshard()
-            local = model[0].weight.to_local()
-            getattr(local, "_tensor", local).mul_(0.5)
-            alone[0].weight.mul_(0.5)
+        assert_same_gradients(model, alone, step)
+        model.reshard()
+        halve_first(model, alone)
 
 
 @api.fsdp2_only
@@ -619,15 +628,8 @@ def test_a_weight_is_frozen_or_trained_after_its_first_use(rank, world, kind, tr
     for step in range(4):
         for one in (model, alone):
             one[0].weight.requires_grad_(trains == (step % 2 == 0))
-            one.zero_grad()
-            one(torch.full((2, 8), step + 1.0)).square().sum().backward()
-        for got, expected in zip(model.parameters(), alone.parameters()):
-            if expected.requires_grad:
-                torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
-        with torch.no_grad():
-            local = model[0].weight.to_local()
-            getattr(local, "_tensor", local).mul_(0.5)
-            alone[0].weight.mul_(0.5)
+        assert_same_gradients(model, alone, step)
+        halve_first(model, alone)
 
 
 @api.fsdp2_only
@@ -643,11 +645,7 @@ def test_shards_that_move_between_steps(rank, world, kind):
         layer.load_state_dict({name: getattr(value, "_tensor", value) for name, value in own.state_dict().items()})
     on_one_axis(model, api.ours)
     for step in range(4):
-        for one in (model, alone):
-            one.zero_grad()
-            one(torch.full((2, 8), step + 1.0)).square().sum().backward()
-        for got, expected in zip(model.parameters(), alone.parameters()):
-            torch.testing.assert_close(got.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-4)
+        assert_same_gradients(model, alone, step, rtol=1e-4, atol=1e-4)
         if step % 2:
             model.set_transfer_sizes(direct_group_bytes=step)
 

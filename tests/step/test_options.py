@@ -18,6 +18,7 @@ POLICIES = {
     "reduce": MixedPrecisionPolicy(reduce_dtype=bf16),
     "param_and_reduce": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32),
     "output": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32, output_dtype=fp32),
+    "output_alone": MixedPrecisionPolicy(output_dtype=torch.float64),
     "half": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=fp32),
     "double": MixedPrecisionPolicy(param_dtype=torch.float64),
 }
@@ -54,12 +55,6 @@ def test_sizes_at_which_bytes_move_differently(rank, world, case, policy):
     """Units above the sizes at which gathers skip the packing and gradients are sent all to all."""
     policies = {"none": MixedPrecisionPolicy(), **POLICIES}
     assert_case(case, Setup(policy=policies[policy]))
-
-
-@on_ranks(2)
-def test_output_dtype_alone(rank, world):
-    """Only the output is cast."""
-    assert_case("mlp_root_only", Setup(policy=MixedPrecisionPolicy(output_dtype=torch.float64)))
 
 
 @on_ranks(1, 2, 4)

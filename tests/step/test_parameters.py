@@ -25,7 +25,6 @@ from tests.support.cases import (
     chunk,
     parametrize_cases,
 )
-from tests.support.models import Tied
 from tests.support.parity import assert_gradients, beside_one_process, mesh_of, sharded, stack
 from tests.support.pool import on_ranks
 
@@ -95,18 +94,6 @@ def test_full_tensor_and_redistribute(rank, world, case):
         assert torch.equal((parameter * 2).full_tensor(), original[name] * 2), name
 
 
-@on_ranks(2)
-def test_tied_parameters_stay_one_object(rank, world):
-    """Tied names are one Parameter while sharded and while unsharded, and appear once in ``parameters()``."""
-    module = api.ours.fully_shard(Tied(), mesh=mesh_of(world))
-    assert module.one.weight is module.two.weight
-    assert len(list(module.parameters())) == 2
-    module.unshard()
-    assert module.one.weight is module.two.weight and not isinstance(module.one.weight, DTensor)
-    module.reshard()
-    assert module.one.weight is module.two.weight and isinstance(module.one.weight, DTensor)
-
-
 @api.fsdp2_only
 @on_ranks(2)
 def test_attributes_are_kept(rank, world):
@@ -120,24 +107,6 @@ def test_attributes_are_kept(rank, world):
     module.unshard()
     assert not isinstance(module.weight, DTensor)
     assert module.weight.sequence_parallel is True and module.weight.tags == {"name": "w"}
-
-
-@on_ranks(1, 2)
-@transfers
-def test_post_accumulate_hooks_are_kept(rank, world, transfer):
-    """A hook of the original fires once per backward with the sharded gradient in place."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    seen = []
-    hook = lambda parameter: seen.append((type(parameter), parameter.grad.placements))
-    module[0].weight.register_post_accumulate_grad_hook(hook)
-    api.ours.fully_shard(module[0], mesh=mesh_of(world))
-    api.ours.fully_shard(module, mesh=mesh_of(world))
-    if api.name == "fsdp2":
-        module.set_transfer_sizes(**TRANSFERS[transfer])
-    for step in range(1, 4):
-        module(torch.randn(2, 4)).sum().backward()
-        assert len(seen) == (step if api.name == "fsdp2" else 0)  # torch's loses hooks set before sharding
-    assert all(placements == (Shard(0),) for _, placements in seen)
 
 
 @on_ranks(2)
@@ -248,21 +217,24 @@ def test_a_hook_of_a_parameter_that_is_frozen_while_it_is_sharded(rank, world):
 
 @api.fsdp2_only
 @on_ranks(1, 2)
-def test_a_hook_is_removed_after_sharding(rank, world):
+@transfers
+def test_a_hook_is_removed_after_sharding(rank, world, transfer):
     """Logging for the first steps only: the handle that ``register_hook`` had returned before sharding removed the hook
-    of the parameter that was no more, and the shard's went on multiplying gradients without a word."""
+    of the parameter that was no more, and the shard's went on multiplying gradients without a word. Until then it runs
+    once in a backward, with the sharded gradient in place."""
     model = nn.Linear(4, 4, bias=False)
-    seen: list[int] = []
+    seen = []
     handles = [model.weight.register_hook(lambda grad: grad * 3)]
-    handles.append(model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(1)))
+    handles.append(model.weight.register_post_accumulate_grad_hook(lambda shard: seen.append(shard.grad.placements)))
     api.ours.fully_shard(model, mesh=mesh_of(world))
+    model.set_transfer_sizes(**TRANSFERS[transfer])
     for factor in (3.0, 1.0):
         model.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 2 * factor))
         for handle in handles:
             handle.remove()
-    assert seen == [1]
+    assert seen == [(Shard(0),)]
 
 
 class Added(nn.Module):

@@ -207,16 +207,6 @@ def test_the_host_waits_for_portions_that_no_unit_used(monkeypatch: pytest.Monke
     assert [work.wait.call_count for work in works] == [1, 1]
 
 
-def test_a_parameter_that_somebody_added_is_taken_in_by_the_next_forward(mesh: DeviceMesh) -> None:
-    """It is sharded and gathered as the others are, and has a gradient."""
-    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
-    model(torch.ones(2, 4)).sum().backward()
-    model.register_parameter("bias", nn.Parameter(torch.zeros_like(model.weight[:, 0])))
-    model(torch.ones(2, 4)).sum().backward()
-    managed = [param.sharded for group in model._get_fsdp_state().groups for param in group.params]
-    assert any(sharded is model.bias for sharded in managed) and model.bias.grad is not None
-
-
 @pytest.mark.parametrize("asked", [False, True])
 def test_backward_gathers_ahead_from_the_last_group_on(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, asked: bool

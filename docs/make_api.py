@@ -119,7 +119,7 @@ TESTS: dict[str, str] = {
     "FSDPModule._set_unshard_async_op": STEP + "test_arguments.py::test_unshard_async_op",
     "UnshardHandle": STEP + "test_module_methods.py::test_asynchronous_unshard",
     "MixedPrecisionPolicy": STEP + "test_options.py::test_mixed_precision",
-    "MixedPrecisionPolicy(output_dtype)": STEP + "test_options.py::test_output_dtype_alone",
+    "MixedPrecisionPolicy(output_dtype)": STEP + "test_options.py::test_mixed_precision",
     "MixedPrecisionPolicy(cast_forward_inputs)": STEP + "test_options.py::test_inputs_are_left_alone_if_asked",
     "MixedPrecisionPolicy(param_dtype_override_fn)": STEP + "test_param_dtypes.py::test_param_dtype_override_fn",
     "OffloadPolicy": STEP + "test_arguments.py::test_cpu_offload",

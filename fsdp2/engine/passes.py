@@ -154,6 +154,10 @@ class Pass:
         users.add(unit)
         return len(users) == 1
 
+    def uses_shared(self, group: FSDPParamGroup) -> bool:
+        """Return whether a unit uses a shared group now."""
+        return bool(self._users.get(group))
+
     def leave_shared(self, group: FSDPParamGroup, unit: object) -> bool:
         """Note that ``unit`` uses a shared group no more, and return whether nobody does."""
         users = self._users.get(group, set())

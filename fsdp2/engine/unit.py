@@ -141,6 +141,12 @@ def call_method(
         raise
 
 
+def _uses_around(group: FSDPParamGroup, run: Pass) -> bool:
+    """Return whether a forward of another root uses ``group`` now, because it has called the forward of ``run``."""
+    passes = [root.forward for root in running_roots()]
+    return any(other is not None and other is not run and other.uses_shared(group) for other in passes)
+
+
 def _advance(resume: Callable[[Any], Any], sent: Any) -> tuple[bool, Any]:
     """Run a generator to its next ``yield`` or to its end; return whether it has ended, and its value."""
     try:
@@ -285,7 +291,7 @@ class FSDPState(ComposableState):
         if call.kind is CallKind.NORMAL:
             entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them
             for group in self.groups:
-                only_user = first and (not group.shared or run.enter_shared(group, self))
+                only_user = first and (not group.shared or self._enter_shared(group, run))
                 quiet = forward is not None and forward.is_quiet(group)
                 late = group.pre_forward(run, first=only_user, quiet=quiet)
                 if only_user:
@@ -495,7 +501,7 @@ class FSDPState(ComposableState):
         unfreed = isinstance(run, BackwardPass) and not run.started and not torch.is_grad_enabled()
         forward = run if isinstance(run, ForwardPass) else None
         for group in self.groups:
-            if group.shared and not call.run.leave_shared(group, self):
+            if group.shared and not self._leave_shared(group, call.run):
                 continue  # another unit computes with it
             after = True if forward is None else forward.decide_after(group)
             if stays and forward is not None:
@@ -510,6 +516,14 @@ class FSDPState(ComposableState):
                 group.residency.show_shards()  # as after any forward that frees: it stays for backward alone
         if unfreed and isinstance(run, BackwardPass):
             self.root.leave_unstarted_backward(run)
+
+    def _enter_shared(self, group: FSDPParamGroup, run: Pass) -> bool:
+        """Note that this unit uses ``group`` in ``run``, and return whether no other unit does so now."""
+        return run.enter_shared(group, self) and not _uses_around(group, run)
+
+    def _leave_shared(self, group: FSDPParamGroup, run: Pass) -> bool:
+        """Note that this unit uses ``group`` in ``run`` no more, and return whether no other unit does."""
+        return run.leave_shared(group, self) and not _uses_around(group, run)
 
     def _watch_results(self, call: Call, result: Tree, in_backward: bool) -> None:
         """Put hooks on what the forward computed, by which backward enters the unit."""

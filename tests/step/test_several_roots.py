@@ -134,6 +134,34 @@ def test_a_pass_of_one_root_inside_another(rank, world, graph):
         step_alike(both, alone, lambda model: nets[model](INPUTS, graph).square().mean(), f"step {step}")
 
 
+class Asks(nn.Module):
+    """A model whose forward asks another one, and then computes with a head that it ties to that one's."""
+
+    def __init__(self, other: nn.Sequential) -> None:
+        super().__init__()
+        self.body, self.head, self.ask = nn.Linear(8, 8), nn.Linear(8, 8), [other]
+        self.head.weight = other[-1].weight
+
+    def forward(self, x: torch.Tensor, graph: bool) -> torch.Tensor:
+        with torch.set_grad_enabled(graph):
+            y = self.ask[0](x)
+        return self.head(self.body(x) + y)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_tied_head_of_a_root_that_runs_inside_another(rank, world, graph):
+    """Users of a tied parameter were counted in each pass, so the inner forward freed what the outer one had gathered:
+    an error about a shard. Found by random programs with several roots."""
+    torch.manual_seed(SEED)
+    alone = Asks(stack(8))
+    module = copy.deepcopy(alone)
+    for unit in (module.ask[0], module):
+        fsdp2.fully_shard(unit, mesh=mesh_1d(), reshard_after_forward=True)
+    for step in range(3):
+        step_alike(module, alone, lambda model: model(INPUTS, graph).square().mean(), f"step {step}")
+
+
 class Distilled(nn.Module):
     """A student whose loss, which is recomputed in backward, asks a teacher that is a model of its own."""
 

@@ -77,15 +77,20 @@ class RankMonitor:
             self._begin(self._to_begin, None)
 
     def _begin(self, kind: PassKind, first: Collective | None) -> None:
-        """Begin a pass for all ranks, with its ``first`` collective if known. Meet unless all ranks expect the pass."""
+        """Begin a pass for all ranks, with its ``first`` collective if known.
+
+        Meet unless all ranks expect the pass, and its collectives if it reduces: of gradients that some ranks alone
+        have, gloo would abort before the ranks compare these.
+        """
         log, self._to_begin = self.log, None
         known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
         self.history.take_turn()
         if self._agrees:
             self.agreement.begin(kind)
-        if not known:
-            self._meet(first, begins=True)
+        reduces = kind.is_backward and log.unscheduled and not self._agrees
+        if not known or reduces:
+            self._meet(first, begins=True, reduces=reduces)
             self._setters.clear()
 
     def _guess(self, kind: PassKind) -> list[Collective] | None:
@@ -179,10 +184,11 @@ class RankMonitor:
         self._meet(collective)
         log.deviate(collective, rest if log.guessed and log.deviations < _DEVIATIONS else None)
 
-    def _meet(self, collective: Collective | None = None, *, begins: bool = False) -> None:
+    def _meet(self, collective: Collective | None = None, *, begins: bool = False, reduces: bool = False) -> None:
         """Meet. Raise an error on all ranks unless all launched the same in this pass and want ``collective`` next."""
         log, board = self.log, self.board
-        epoch, state = log.epoch, self.history.at_meeting(collective, setters=[*self._setters] if begins else [])
+        setters = [*self._setters] if begins else []
+        epoch, state = log.epoch, self.history.at_meeting(collective, setters=setters, reduces=reduces)
 
         def meet() -> None:
             if board.meet(epoch, str(state.numbers), state) is None:

@@ -12,7 +12,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board
 
-__all__ = ["Line", "compare", "options_of"]
+__all__ = ["Line", "compare", "options_of", "trained_of"]
 
 _START = (0, 0)  # the position before all passes
 _PLAN, _VALUES = 1, 2  # meetings that follow if the first one, 0, finds a difference
@@ -39,6 +39,17 @@ def options_of(root: RootContext[Any]) -> list[Line]:
                 names = ", ".join(repr(other.name) for other in ahead)
                 shown.append(f"{names} gathered ahead in {when} (set_modules_to_{when}_prefetch)")
         lines.append(Line(" ".join(compared), f"{_name(unit.name)} with {'; '.join(shown) or 'default options'}"))
+    return lines
+
+
+def trained_of(root: RootContext[Any]) -> list[Line]:
+    """Return which parameters of each group of ``root`` train, where a backward reduces their gradients."""
+    lines = []
+    for group in root.groups:
+        if group.store.options.reduce_gradients:
+            trains = [param.requires_grad for param in group.params]
+            names = ", ".join(param.name for param, train in zip(group.params, trains) if train)
+            lines.append(Line(str(trains), f"{_name(group.name)} trains {names or 'nothing'}"))
     return lines
 
 

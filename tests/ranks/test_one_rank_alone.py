@@ -124,6 +124,17 @@ def freezes(rank: int, world: int) -> None:
     steps(rank, lambda module: module.middle.weight.requires_grad_(False))
 
 
+def freezes_before_a_new_kind_of_backward(rank: int, world: int) -> None:
+    """The same before a backward of a new kind: nobody expects a collective in it, and gloo aborted one whose sizes
+    differed before the ranks compared them at the end."""
+    module, _ = models()
+    for step in range(5):
+        if step == LAST:
+            module.first.set_requires_gradient_sync(False)
+            module.middle.weight.requires_grad_(rank == 0)
+        train(module)
+
+
 def registers(rank: int, world: int) -> None:
     """One rank adds a parameter to a unit."""
     steps(rank, lambda module: module.middle.register_parameter("scale", nn.Parameter(torch.ones(8))))
@@ -244,6 +255,10 @@ def replaces_a_unit(rank: int, world: int) -> None:
             freezes,
             "rank 0: reduce 'middle' in backward (middle.weight, middle.bias); "
             "rank 1: reduce 'middle' in backward (middle.bias)",
+        ),
+        (
+            freezes_before_a_new_kind_of_backward,
+            "rank 0: the unit 'middle' trains middle.weight, middle.bias; rank 1: the unit 'middle' trains middle.bias",
         ),
         (replaces_a_unit, "rank 0: forward; rank 1: forward after units were inserted or removed"),
         (registers, "rank 0: gather 'middle' in forward; rank 1: gather 'middle' in forward (middle.scale)"),

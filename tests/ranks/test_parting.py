@@ -143,6 +143,39 @@ def synchronizes_other_gradients(rank: int, world: int) -> None:
     no_gradient(rank, world, accumulates=True)
 
 
+def goes_on_after_an_error(rank: int, *, backward: bool = False, elsewhere: bool = False) -> None:
+    """On the last rank, or ``elsewhere`` on each at another unit, an error ends a forward or a ``backward``, and the
+    caller goes on with the next batch."""
+    model = sharded()
+    for step in range(5):
+        raises = step == 3 and (elsewhere or rank > 0)
+        unit = model.a if elsewhere and rank == 0 else model.b
+        hook = unit.register_full_backward_pre_hook if backward else unit.register_forward_pre_hook
+        handle = hook(lambda *_: 1 / 0) if raises else None
+        try:
+            train(model)
+        except ZeroDivisionError:
+            if backward:
+                model.reset_iter_state()
+        if handle is not None:
+            handle.remove()
+
+
+def goes_on_after_an_error_in_backward(rank: int, world: int) -> None:
+    """The others wait in a reduction of the backward that the last rank has left."""
+    goes_on_after_an_error(rank, backward=True)
+
+
+def errors_at_different_units(rank: int, world: int) -> None:
+    """Each rank has launched other gathers: that of one would meet one of the other's next forward."""
+    goes_on_after_an_error(rank, elsewhere=True)
+
+
+def errors_at_different_units_in_backward(rank: int, world: int) -> None:
+    """The same in a backward."""
+    goes_on_after_an_error(rank, backward=True, elsewhere=True)
+
+
 APART = {
     skip_first: "model.b",
     skip_later: "model.b",
@@ -152,6 +185,9 @@ APART = {
     evaluates: "",
     evaluates_with_replicated: "",
     stops_early: "",
+    goes_on_after_an_error_in_backward: "",
+    errors_at_different_units: "",
+    errors_at_different_units_in_backward: "",
     synchronizes_at_first: "",
     synchronizes_later: "",
     synchronizes_other_gradients: "model.b",

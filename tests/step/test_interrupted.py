@@ -220,7 +220,8 @@ def interrupted(
     places = [(line, draw.randrange(counts[0][line])) for line in lines]
     dist.broadcast_object_list(places)  # all ranks at the same ones
     for line, times in places:
-        with AtLine(line, times, inside).traced(), contextlib.suppress(KeyboardInterrupt):
+        # On the way out of a block of torch.no_grad, Python does not come to its end, and gradients would stay off.
+        with torch.enable_grad(), AtLine(line, times, inside).traced(), contextlib.suppress(KeyboardInterrupt):
             call()
         yield f"{line[0]}:{line[1]}, after {times} times"
 

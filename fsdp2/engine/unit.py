@@ -143,8 +143,9 @@ def call_method(
 
 def _uses_around(group: FSDPParamGroup, run: Pass) -> bool:
     """Return whether a forward of another root uses ``group`` now, because it has called the forward of ``run``."""
-    passes = [root.forward for root in running_roots()]
-    return any(other is not None and other is not run and other.uses_shared(group) for other in passes)
+    others = [root.forward for root in running_roots() if root.forward is not run]
+    users = [other.outermost for other in others if other is not None and other.uses_shared(group)]
+    return any(calls_under_way(unit.modules[0]) for unit in users)  # else an interrupt has left that forward
 
 
 def _advance(resume: Callable[[Any], Any], sent: Any) -> tuple[bool, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
@@ -160,6 +161,31 @@ def test_a_tied_head_of_a_root_that_runs_inside_another(rank, world, graph):
         fsdp2.fully_shard(unit, mesh=mesh_1d(), reshard_after_forward=True)
     for step in range(3):
         step_alike(module, alone, lambda model: model(INPUTS, graph).square().mean(), f"step {step}")
+
+
+@on_ranks(1, 2)
+def test_a_forward_that_was_interrupted_uses_no_tied_head(rank, world):
+    """Nothing reports Ctrl-C. A model with a tied head that trains on must not take it for one that the other computes
+    with: it would compute with the values of that time."""
+    torch.manual_seed(SEED)
+    alone = Asks(stack(8))
+    module = copy.deepcopy(alone)
+    for unit in (module.ask[0], module):
+        fsdp2.fully_shard(unit, mesh=mesh_1d(), reshard_after_forward=True)
+    step_alike(module, alone, lambda model: model(INPUTS, True).square().mean(), "first step")
+
+    def stop(*unused: object) -> None:
+        raise KeyboardInterrupt
+
+    with module.body.register_forward_pre_hook(stop), pytest.raises(KeyboardInterrupt):
+        module(INPUTS, True)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(*[model.ask[0](INPUTS) for model in (module, alone)])
+            for parameter in (*module.ask[0].parameters(), *alone.ask[0].parameters()):
+                parameter.mul_(0.5)
+    assert isinstance(module.head.weight, DTensor)
+    step_alike(module, alone, lambda model: model(INPUTS, True).square().mean(), "last step")
 
 
 class Distilled(nn.Module):

@@ -107,11 +107,11 @@ class Group:
     """A group of five parameters, as far as errors name them."""
 
     mesh, residency = SimpleNamespace(shard=SimpleNamespace(size=2)), SimpleNamespace(needs_gather=True)
-    params = [SimpleNamespace(name=f"p{i}") for i in range(5)]
+    params = [SimpleNamespace(name=f"p{i}", requires_grad=True) for i in range(5)]
 
     def __init__(self, name: str) -> None:
         self.name = name
-        options = SimpleNamespace(reduce_unused=False)
+        options = SimpleNamespace(reduce_unused=False, reduce_gradients=True)
         self.store = SimpleNamespace(options=options, extensions=None, formats_digest=())
 
 

@@ -9,7 +9,7 @@ from fsdp2.engine.collective import Collective, PassKind
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import History
 from fsdp2.ranks.log import PassLog
-from fsdp2.ranks.start import Line, options_of, trained_of
+from fsdp2.ranks.start import Line, options_of
 from fsdp2.ranks.words import ELSEWHERE, Words, refuse
 
 __all__ = ["PassHistory", "StateAtMeeting", "Turns"]
@@ -69,18 +69,17 @@ class PassHistory:
         *,
         compares: bool = True,
         setters: Iterable[str] = (),
-        reduces: bool = False,
+        trained: Iterable[Line] = (),
     ) -> StateAtMeeting:
         """Return the state of this rank when it comes to a meeting and wants ``collective`` next.
 
         If it ``compares``, the wanted collective must be the same as well, not only those that were launched. If
-        ``setters`` have changed options, those of all units are compared, too, and at the beginning of an unscheduled
-        pass that ``reduces``, which parameters train.
+        ``setters`` have changed options, those of all units are compared, too, as is what is ``trained``.
         """
         kind = self._log.kind
         launched = self._with_beginning(kind, self._log.collectives)
         listed = [*launched, *([] if collective is None else [collective])]
-        lines: list[Line] = [*(options_of(self._root) if setters else ()), *(trained_of(self._root) if reduces else ())]
+        lines: list[Line] = [*(options_of(self._root) if setters else ()), *trained]
         # Ranks on which it was not aborted know what follows, and wait in a collective instead of meeting.
         aborted = ["a pass that was aborted"] if self._log.after_aborted else []
         before = [*aborted, *sorted(setters)]

@@ -21,6 +21,7 @@ from fsdp2.ranks.agreement import RankAgreement
 from fsdp2.ranks.board import Board
 from fsdp2.ranks.history import PassHistory, Turns
 from fsdp2.ranks.log import PassLog
+from fsdp2.ranks.start import shared_groups, trained_of
 
 __all__ = ["RankMonitor"]
 
@@ -188,7 +189,8 @@ class RankMonitor:
         """Meet. Raise an error on all ranks unless all launched the same in this pass and want ``collective`` next."""
         log, board = self.log, self.board
         setters = [*self._setters] if begins else []
-        epoch, state = log.epoch, self.history.at_meeting(collective, setters=setters, reduces=reduces)
+        trained = trained_of(shared_groups(self._root, board.ranks)) if reduces else []
+        epoch, state = log.epoch, self.history.at_meeting(collective, setters=setters, trained=trained)
 
         def meet() -> None:
             if board.meet(epoch, str(state.numbers), state) is None:

@@ -29,7 +29,7 @@ from fsdp2.ranks.board import Board, latest
 from fsdp2.ranks.history import Turns
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.ranks.standstill import Standstill
-from fsdp2.ranks.start import compare
+from fsdp2.ranks.start import compare, shared_groups
 from fsdp2.ranks.store import Connections, Keys, StoreEnded
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
@@ -281,18 +281,15 @@ def monitor_ranks(root: RootContext, kind: PassKind, error: Exception | None) ->
         RuntimeError: Parameters or options differ, or another rank passes an ``error``. Every rank raises it.
         Exception: The ``error`` of this rank.
     """
-    groups = root.groups
-    mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.mesh.size(), default=None)
+    mesh = max((group.mesh for group in root.groups), key=lambda mesh: mesh.mesh.size(), default=None)
     if not _enabled or mesh is None or mesh.mesh.size() == 1:
         return None
     process = _this_process()  # not before: it connects to the store, whose host may have ended
     if process is None:
         return None
     ranks = tuple(listed_ranks(mesh.mesh))
-    # Groups on a smaller mesh (experts) may differ between ranks in number, shape and values.
-    shared = [group for group in groups if set(listed_ranks(group.mesh.mesh)) == set(ranks)]
     board, turns, number = process.board(ranks, mesh)
-    met = compare(board, root, shared, kind, error)
+    met = compare(board, root, shared_groups(root, ranks), kind, error)
     if mesh.first_axis.backend == "gloo":
         monitor = RankMonitor(board, root, _now, _conflicting_save, met, turns, number)  # torch saves on gloo
     else:

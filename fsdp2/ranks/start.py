@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from fsdp2._warn import warn
@@ -11,8 +12,9 @@ from fsdp2.engine.collective import PassKind
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board
+from fsdp2.sharding.mesh import listed_ranks
 
-__all__ = ["Line", "compare", "options_of", "trained_of"]
+__all__ = ["Line", "compare", "options_of", "shared_groups", "trained_of"]
 
 _START = (0, 0)  # the position before all passes
 _PLAN, _VALUES = 1, 2  # meetings that follow if the first one, 0, finds a difference
@@ -42,10 +44,18 @@ def options_of(root: RootContext[Any]) -> list[Line]:
     return lines
 
 
-def trained_of(root: RootContext[Any]) -> list[Line]:
-    """Return which parameters of each group of ``root`` train, where a backward reduces their gradients."""
+def shared_groups(root: RootContext[Any], ranks: Collection[int]) -> list[FSDPParamGroup]:
+    """Return the groups of ``root`` that all ``ranks`` have.
+
+    Those on a smaller mesh (experts) may differ between ranks in number, shape and values, and in which of them train.
+    """
+    return [group for group in root.groups if set(listed_ranks(group.mesh.mesh)) == set(ranks)]
+
+
+def trained_of(groups: Iterable[FSDPParamGroup]) -> list[Line]:
+    """Return which parameters of each of ``groups`` train, where a backward reduces their gradients."""
     lines = []
-    for group in root.groups:
+    for group in groups:
         if group.store.options.reduce_gradients:
             trains = [param.requires_grad for param in group.params]
             names = ", ".join(param.name for param, train in zip(group.params, trains) if train)

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fsdp2.engine.agreement import Answer
@@ -106,11 +107,12 @@ class CountingStore:
 class Group:
     """A group of five parameters, as far as errors name them."""
 
-    mesh, residency = SimpleNamespace(shard=SimpleNamespace(size=2)), SimpleNamespace(needs_gather=True)
+    residency = SimpleNamespace(needs_gather=True)
     params = [SimpleNamespace(name=f"p{i}", requires_grad=True) for i in range(5)]
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
         self.name = name
+        self.mesh = SimpleNamespace(shard=SimpleNamespace(size=2), mesh=SimpleNamespace(mesh=torch.tensor(ranks)))
         options = SimpleNamespace(reduce_unused=False, reduce_gradients=True)
         self.store = SimpleNamespace(options=options, extensions=None, formats_digest=())
 
@@ -119,7 +121,7 @@ class Model:
     """A root of so many groups, and one rank's monitor of it."""
 
     def __init__(self, board: Board, units: int) -> None:
-        self.groups: list[Any] = [Group(str(i)) for i in range(units)]
+        self.groups: list[Any] = [Group(str(i), board.ranks) for i in range(units)]
         self.all_states = [SimpleNamespace(groups=[group]) for group in self.groups]
         self.monitor = RankMonitor(board, self, lambda job: job())
 

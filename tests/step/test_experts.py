@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -244,6 +245,43 @@ def test_experts_of_other_names_on_other_ranks(rank, world):
     weights = [name for name in ours if name.startswith("weight")]
     assert len(weights) == 6
     assert_same({name: ours[name] for name in weights}, {name: alone[name] for name in weights}, "a single process's")
+
+
+class Residual(nn.ModuleList):
+    """Experts that compute one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in self:
+            x = x + torch.tanh(expert(x))
+        return x
+
+
+@api.fsdp2_only
+@on_ranks(2)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_ranks_with_other_experts_in_one_unit(rank, world, frozen):
+    """Another number of them, or other ones ``frozen``: no other rank reduces their gradients."""
+    torch.manual_seed(SEED)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Residual(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    if not frozen:
+        del module[1][1 + rank :]
+    module[1][0].weight.requires_grad_(not frozen or rank == 0)
+    alone = copy.deepcopy(module)
+    fsdp2.fully_shard(module[1], mesh=mesh_of(world, 1, names=("ep", "shard"))["shard"])
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    for step in range(3):
+        if step == 1:
+            module.set_reshard_after_forward(False)  # after which ranks compare their units
+        for model in (module, alone):
+            model.zero_grad()
+            model(torch.full((2, WIDTH), rank + 1.0)).square().sum().backward()
+        for mine in alone[0].parameters():
+            dist.all_reduce(mine.grad)
+            mine.grad /= world
+        for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
+            assert (got.grad is None) == (expected.grad is None)
+            if got.grad is not None:
+                torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
 
 
 @composes("experts", "several meshes", "clipping", "divide factor")

@@ -139,7 +139,8 @@ class PassLog:
         """
         self._nested = 0
         if self.kind:
-            self._past[-1] = (*self._past[-1][:3], [*self.collectives, BROKEN_OFF])
+            if self._past:  # not forgotten, since units were inserted after a backward that raised
+                self._past[-1] = (*self._past[-1][:3], [*self.collectives, BROKEN_OFF])
             self._leave()
             self._contexts.clear()
             self._aborted = True

@@ -681,6 +681,26 @@ def test_a_unit_is_removed_before_the_backward_on_it(rank, world, reshard):
     assert_gradients(*taken)
 
 
+@on_ranks(2)
+def test_a_unit_is_inserted_after_a_backward_that_raised(rank, world):
+    """Recovery ends the backward for other ranks, which had forgotten all passes because of the new unit."""
+    module, alone = beside_one_process(partial(stack, 4))
+    for one in (module, alone):
+        one(torch.ones(2, 4)).square().sum().backward()
+    with module[1].register_full_backward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+        module(torch.ones(2, 4)).square().sum().backward()
+    block = nn.Linear(4, 4)
+    alone.append(copy.deepcopy(block))
+    module.append(api.ours.fully_shard(block, mesh=mesh_of(world)))
+    with pytest.raises(RuntimeError, match="reset_iter_state"):
+        module(torch.ones(2, 4))
+    module.reset_iter_state()
+    for one in (module, alone):
+        one.zero_grad()
+        one(torch.ones(2, 4)).square().sum().backward()
+    assert_gradients(module, alone)
+
+
 @on_ranks(1, 2)
 def test_an_inserted_unit_that_is_refused_is_refused_again(rank, world):
     """The second forward took the units below for known, and computed with parameters on the meta device."""

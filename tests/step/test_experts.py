@@ -256,6 +256,7 @@ class Residual(nn.ModuleList):
         return x
 
 
+@composes("experts", "several meshes")
 @api.fsdp2_only
 @on_ranks(2)
 @pytest.mark.parametrize("frozen", [False, True])

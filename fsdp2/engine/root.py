@@ -127,7 +127,7 @@ class RootContext(Generic[U]):
         """Forget the routes of passes, on which groups may be that are no longer below the root.
 
         Those of ``removed`` units give back what they keep for a backward, which may never come: no pass of this root
-        frees them any more. It gathers them again.
+        frees them any more. If one comes, it gathers them again.
         """
         self.itinerary = Itinerary()
         self.pending.forget_route()

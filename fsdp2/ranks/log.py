@@ -139,7 +139,7 @@ class PassLog:
         """
         self._nested = 0
         if self.kind:
-            if self._past:  # not forgotten, since units were inserted after a backward that raised
+            if self._past:  # empty if units were inserted after a backward that raised
                 self._past[-1] = (*self._past[-1][:3], [*self.collectives, BROKEN_OFF])
             self._leave()
             self._contexts.clear()

@@ -22,7 +22,7 @@ from fsdp2.ranks.store import HOST_ENDED, Keys, StoreEnded
 
 __all__ = ["Board", "History", "latest"]
 
-_LOOK_SECONDS = (2.0, 30.0)  # seconds to wait for a meeting before the first look at the board, and between later ones
+_LOOK_SECONDS = (2.0, 30.0)  # between looks at the board while a meeting takes long: the first wait, and the longest
 _POLL_SECONDS = 0.5  # between looks for the end of a meeting that takes longer than the first of these
 _ANSWER_SECONDS = 4.0  # the time for waiting ranks to answer
 _EXPLAIN_SECONDS = 8.0  # the time to find the reason of a failed collective
@@ -168,8 +168,9 @@ class Board:
 
     def _wait_for(self, key: str, history: History) -> int:
         end = time.monotonic() + self._timeout
+        pause, longest = _LOOK_SECONDS
         try:
-            value = self._keys.get_within(key, _LOOK_SECONDS[0])
+            value = self._keys.get_within(key, pause)
             while value is None:
                 if time.monotonic() > end:
                     others = self._others()
@@ -184,7 +185,8 @@ class Board:
                 self._look_elsewhere(self)
                 if (ended := self.ended()) and not self._keys.has(key):
                     self.fail(self._without(ended, history))
-                value = self._keys.poll(key, min(_LOOK_SECONDS[1], end - time.monotonic()), _POLL_SECONDS)
+                value = self._keys.poll(key, min(pause, end - time.monotonic()), _POLL_SECONDS)
+                pause = min(2 * pause, longest)
             return int(value)
         finally:
             self.leave()

@@ -42,17 +42,17 @@ def _gather_between_passes(
     root: RootContext[FSDPState], groups: list[FSDPParamGroup], units: list[FSDPState], kind: PassKind
 ) -> None:
     """Gather in a separate pass, so that ranks on which nobody asked for it notice it, and keep the result."""
-    one_replica = are_copied(groups)  # a single replica may gather, as it may evaluate, so ranks are not compared
+    alone = are_copied(groups)  # a single replica may gather, as it may evaluate
     for group in groups:
         group.residency.drop_passing_portions()
         if group.residency.is_outdated():
             group.reshard()
         else:
-            group.residency.free_rewritten(compared=not one_replica)
-    if one_replica or not any(group.residency.needs_gather for group in groups):
+            group.residency.free_rewritten(compared=not alone)
+    if not any(group.residency.needs_gather for group in groups):
         _start(groups, launch_unobserved)
     else:
-        observer = root.observer_by_hand(units, kind)
+        observer = root.observer_by_hand(units, kind, alone=alone)
         kind = kind.with_portions(root.numbers_of(with_outdated_portions(groups)))
         _run_pass(groups, observer, kind, _start)
     for group in groups:

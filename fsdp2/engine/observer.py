@@ -35,10 +35,7 @@ class Observer(Protocol):
         """Note that the pass is over."""
 
     def abandon(self) -> None:
-        """Note that the last pass, if it has not ended, was aborted, on this rank at least.
-
-        A recovery says so, and a pass that starts without being observed, because one replica may run it alone.
-        """
+        """Note that the last pass, if it has not ended, was aborted, on this rank at least; a recovery says so."""
 
     def forget(self, setter: str) -> None:
         """Expect other collectives of the same passes from now on: ``setter`` changed options, on every rank alike."""
@@ -71,12 +68,12 @@ class Unobserved:
         """Do nothing."""
 
 
-MakeObserver = Callable[[Any, PassKind, "Exception | None"], "Observer | None"]
+MakeObserver = Callable[[Any, PassKind, "Exception | None", bool], "Observer | None"]
 _make: MakeObserver | None = None
 
 
 def observe_with(make: MakeObserver | None) -> MakeObserver | None:
-    """Have ``make(root, kind, error)`` make the observer of each root from now on; if it returns None, there is none.
+    """Have ``make(root, kind, error, within_replica)`` make observers from now on; if it returns None, there is none.
 
     Return what has made them so far. ``fsdp2/ranks`` calls this when it is imported: the engine cannot import what
     observes it.
@@ -86,14 +83,15 @@ def observe_with(make: MakeObserver | None) -> MakeObserver | None:
     return before
 
 
-def make_observer(root: Any, kind: PassKind, error: Exception | None) -> Observer:
+def make_observer(root: Any, kind: PassKind, error: Exception | None, *, within_replica: bool = False) -> Observer:
     """Return the observer of ``root`` (a ``RootContext``), whose first pass, of ``kind``, starts.
 
-    ``error`` is what this rank found wrong with its units, if anything: the observer can make all ranks raise it.
+    It observes passes of all ranks, or those ``within_replica``: one replica may run them while the others do something
+    else. ``error`` is what this rank found wrong with its units, if anything: the observer can make all ranks raise it.
 
     Raises:
         RuntimeError: the ranks have different units, or another rank came with an ``error``.
         Exception: the ``error`` of this rank.
     """
-    observer = None if _make is None else _make(root, kind, error)
+    observer = None if _make is None else _make(root, kind, error, within_replica)
     return Unobserved() if observer is None else observer

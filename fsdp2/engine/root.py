@@ -68,6 +68,7 @@ class RootContext(Generic[U]):
         self.manual = False  # the caller ends backwards
         self.post_optim_event: torch.Event | None = None
         self.observer: Observer = Unobserved()  # of the passes under this root
+        self.observer_within_replica: Observer = Unobserved()  # of those that one replica may run alone
         self._ends_wide = False  # with a projection to a vocabulary, say; known from the first forward on
         self._compared = False  # whether the ranks have compared their units
         self._children: ChildList | None = None  # below the root's module, known from the first forward on
@@ -132,6 +133,7 @@ class RootContext(Generic[U]):
         self.itinerary = Itinerary()
         self.pending.forget_route()
         self.observer.forget_units()
+        self.observer_within_replica.forget_units()
         below = set(self.groups)
         for group in [group for unit in removed for group in unit.groups]:
             if group not in below and group.store.options.unshard_in_backward:
@@ -187,23 +189,35 @@ class RootContext(Generic[U]):
         return are_copied(self.groups)
 
     def observe(self, error: Exception | None, kind: PassKind) -> None:
-        """Make the observer, which compares the units of all ranks; the first pass is of ``kind``.
+        """Make the observers, which compare the units of the ranks; the first pass is of ``kind``.
 
-        Not yet if that is a pass that one replica may run alone.
+        If one replica may run that pass alone, its ranks are compared now, and those of all replicas later.
 
         Raises:
-            RuntimeError: the observer refuses them.
-            Exception: the ``error`` of this rank, which the observer has passed on.
+            RuntimeError: an observer refuses them.
+            Exception: the ``error`` of this rank, which the observers have passed on.
         """
         self._compared = False
-        if not self.runs_alone:
-            self.observer = make_observer(self, kind, error)
-            self._compared = True
-            for group in self.groups:
-                group.initial = None  # it would keep shards in memory that are replaced later
+        alone = self.runs_alone
+        # Before that of all ranks, so that a rank which evaluates here meets the others of its replica.
+        told = error if alone else None
+        self.observer_within_replica = make_observer(self, kind, told, within_replica=True)
+        if not alone:
+            self._observe_all(error, kind)
 
-    def observer_by_hand(self, units: list[U], kind: PassKind) -> Observer:
-        """Return the observer of gathers between passes; before the first forward, of what the caller gathers first."""
+    def _observe_all(self, error: Exception | None, kind: PassKind) -> None:
+        self.observer = make_observer(self, kind, error)
+        self._compared = True
+        for group in self.groups:
+            group.initial = None  # it would keep shards in memory that are replaced later
+
+    def observer_by_hand(self, units: list[U], kind: PassKind, *, alone: bool) -> Observer:
+        """Return the observer of gathers between passes; before the first forward, of what the caller gathers first.
+
+        ``alone``: one replica may gather while the others do something else.
+        """
+        if alone:
+            return self.observer_within_replica
         # Before the first forward nobody has listed the units below; it will list all of them anew.
         self.all_states += [unit for unit in units if unit not in self.all_states]
         if not self._compared:
@@ -216,6 +230,7 @@ class RootContext(Generic[U]):
         They compare it before the next pass, and learn its collectives anew.
         """
         self.observer.forget(setter)
+        self.observer_within_replica.forget(setter)
 
     # ---- forward ----
 
@@ -236,15 +251,15 @@ class RootContext(Generic[U]):
         self._refuse_old_values()
         self._check_modes()
         alone, kind = self.runs_alone, kind_of_forward()
-        if not self._compared:
-            self.observe(None, kind)
+        if not self._compared and not alone:
+            self._observe_all(None, kind)
         # A forward that is still there was interrupted (KeyboardInterrupt), which no hook reports.
         if earlier is not None:
             self._leave(earlier)
             if not earlier.alone:
                 self.itinerary.break_off()
         aborted = earlier is not None and earlier.trains  # without gradients it has kept nothing
-        observer = Unobserved() if alone else self.observer
+        observer = self.observer_within_replica if alone else self.observer
         pending = self._pending if torch.is_grad_enabled() else Pending(self._pending)
         # By unit, because a forward of another one goes another way.
         route = self.itinerary.begin(f"{kind.name} of {unit.name}", alone=alone)
@@ -262,10 +277,9 @@ class RootContext(Generic[U]):
         _trace.refresh()
         if _trace.recording:
             _trace.emit("root_pre_forward", self)
-        if alone:
-            self.observer.abandon()  # what an interrupt has left
-        else:
-            run.begin(kind)
+        if earlier is not None:
+            earlier.observer.abandon()
+        run.begin(kind)
         event, self.post_optim_event = self.post_optim_event, None
         self.comm.lanes.gather_after_compute(event)  # gathers read the shards that compute, or an optimizer, wrote
         for group in outdated:  # all of them at once: the replicate axis may be slow, and portions stay anyway
@@ -372,8 +386,8 @@ class RootContext(Generic[U]):
         self._leave(run)
         for group in run.groups:
             group.break_off_forward(run, trains=run.trains)
+        run.observer.abandon()
         if not run.alone:
-            self.observer.abandon()
             self.itinerary.break_off()
 
     # ---- backward ----
@@ -558,6 +572,7 @@ class RootContext(Generic[U]):
         self.comm.reductions.abandon(self.groups)
         self.comm.lanes.compute.leave_backward()
         self.observer.abandon()
+        self.observer_within_replica.abandon()
         # Before groups: one of these may raise, since what it waits for has failed.
         for run in (self.forward, self.backward):
             if run is not None:

@@ -120,6 +120,7 @@ class Board:
         self._others = others
         self._look_elsewhere = look_elsewhere
         self.failure: str | None = None  # the error that all ranks raise from now on
+        self.wider: Board | None = None  # of more ranks, which raise it too
         self._keys = keys
         self._timeout = timeout
         self._lock = RLock()  # for the attributes below; not held while a thread waits for a meeting
@@ -350,6 +351,9 @@ class Board:
                     self._keys.delete(key)
             else:
                 self._keys.note("read")
+            if self.wider is not None:
+                with contextlib.suppress(RuntimeError):
+                    self.wider.fail(text)
         self.check()
 
     def leave(self) -> None:

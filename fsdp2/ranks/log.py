@@ -84,10 +84,12 @@ class PassLog:
 
     def follows(self, kind: PassKind) -> bool:
         """Return True if all ranks expect a pass of ``kind`` now."""
-        if self.kind:
-            return False
+        return not self.kind and self.next_kind() == kind
+
+    def next_kind(self) -> PassKind | None:
+        """Return the kind of the pass that all ranks expect now, between passes; None if they expect none."""
         known = (self._next[context] for context in self._contexts.latest() if context in self._next)
-        return next(known, self._first_kind if self._contexts.is_empty else None) == kind
+        return next(known, self._first_kind if self._contexts.is_empty else None)
 
     def expects_collectives(self, kind: PassKind) -> bool:
         """Return True if all ranks expect a pass of ``kind`` now, and expect it to launch a collective."""

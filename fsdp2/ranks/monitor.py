@@ -8,6 +8,10 @@ it ends, before an optimizer uses the gradients. If unscheduled passes differ an
 ranks find the difference while they wait (``ranks/board.py``).
 
 If ranks may skip units, passes ask an agreement instead (``ranks/agreement.py``).
+
+With hybrid sharding one replica may evaluate while the others do something else. Its ranks compare such passes among
+themselves, with a monitor of their own, which is also told when passes of all replicas begin: a rank that begins one
+of these while another one of its replica evaluates has parted from it.
 """
 
 from __future__ import annotations
@@ -23,10 +27,12 @@ from fsdp2.ranks.history import PassHistory, Turns
 from fsdp2.ranks.log import PassLog
 from fsdp2.ranks.start import shared_groups, trained_of
 
-__all__ = ["RankMonitor"]
+__all__ = ["OF_ALL_REPLICAS", "RankMonitor"]
 
 _DEVIATIONS = 1  # how often a guessed pass may deviate and still keep the rest of its guess
 _GUESSED = ("forward", "evaluation")  # not in a method, whose own parameters are in memory already
+OF_ALL_REPLICAS = PassKind("a pass of all replicas")
+"""What the monitor of one replica is told of: a pass that it does not compare."""
 _Job = Callable[[], None]
 
 
@@ -35,7 +41,8 @@ class RankMonitor:
 
     ``run`` runs a function that waits for other ranks: immediately, or in the background if the host must not wait.
     ``conflict`` returns the reason why no pass may start now, or "". The ranks have had so many ``meetings`` before.
-    The root has this ``number`` among those that take ``turns``.
+    The root has this ``number`` among those that take ``turns``. ``replica`` is the monitor of the passes that one
+    replica may run alone. All ranks expect the ``first`` pass to be a forward, or of that kind.
     """
 
     def __init__(
@@ -47,11 +54,16 @@ class RankMonitor:
         meetings: int = 0,
         turns: Turns | None = None,
         number: int = 1,
+        replica: RankMonitor | None = None,
+        first: PassKind | None = None,
     ) -> None:
         self.board = board
+        self._replica = replica
+        if replica is not None:
+            replica.board.wider = board
         self._root = root
         self._agrees = False  # the running pass asks the agreement
-        self.log = PassLog(None if ranks_may_skip(root.groups) else PassKind("forward"), meetings)
+        self.log = PassLog(None if ranks_may_skip(root.groups) else first or PassKind("forward"), meetings)
         self.history = PassHistory(root, self.log, turns or Turns(), number)
         self.agreement = RankAgreement(root, board, self.log, self.history)
         self._run = run
@@ -87,12 +99,29 @@ class RankMonitor:
         known = log.follows(kind) and not self._setters
         log.begin(kind, self._guess(kind))
         self.history.take_turn()
+        if self._replica is not None:
+            self._replica.note_pass_of_all()
         if self._agrees:
             self.agreement.begin(kind)
         reduces = kind.is_backward and log.unscheduled and not self._agrees
         if not known or reduces:
             self._meet(first, begins=True, reduces=reduces)
             self._setters.clear()
+
+    def note_pass_of_all(self) -> None:
+        """Note that a pass of all replicas begins here, between those of one replica, which this monitor compares.
+
+        All ranks expect it where they expect nothing else, so that training meets nobody for it.
+        """
+        self.board.check()
+        self.abandon()  # an evaluation that an interrupt has left
+        log, kind = self.log, self.history.with_turn(OF_ALL_REPLICAS)
+        expected = log.next_kind()
+        log.begin(kind, [])
+        self.history.take_turn()
+        if log.after_aborted or expected not in (None, kind):
+            self._meet()
+        log.end()
 
     def _guess(self, kind: PassKind) -> list[Collective] | None:
         """Return the probable collectives of the first pass of a kind: a gather of each group in the model's order.
@@ -164,7 +193,7 @@ class RankMonitor:
             self._begin(kind, collective)
             if log.follow(collective):
                 return
-        if log.kind is None:  # between passes, and in a pass of one replica alone, nothing is compared
+        if log.kind is None:  # between passes nothing is compared
             return
         if log.unscheduled:
             if collective.lacks:  # ranks that have these gradients send more, and gloo would abort

@@ -9,7 +9,8 @@ import queue
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.util import Finalize
 from threading import Lock, Thread
 from typing import Any
@@ -24,14 +25,14 @@ from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import is_of_collective, observe_waits
 from fsdp2.engine.collective import PassKind
 from fsdp2.engine.observer import observe_with
-from fsdp2.engine.root import RootContext
+from fsdp2.engine.root import RootContext, are_copied
 from fsdp2.ranks.board import Board, latest
 from fsdp2.ranks.history import Turns
-from fsdp2.ranks.monitor import RankMonitor
+from fsdp2.ranks.monitor import OF_ALL_REPLICAS, RankMonitor
 from fsdp2.ranks.standstill import Standstill
 from fsdp2.ranks.start import compare, shared_groups
 from fsdp2.ranks.store import Connections, Keys, StoreEnded
-from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
+from fsdp2.sharding.mesh import Axis, DataParallelMesh, listed_ranks
 
 __all__ = ["monitor_ranks", "set_rank_checks", "watch_waits"]
 
@@ -99,20 +100,20 @@ class _Process:
         with self._lock:
             self._monitors.add(monitor)
 
-    def board(self, ranks: tuple[int, ...], mesh: DataParallelMesh) -> tuple[Board, Turns, int]:
-        """Return a board for the next root on the process groups of ``mesh``, the same on all of its ``ranks``.
+    def board(self, ranks: tuple[int, ...], axes: Sequence[Axis], device: torch.device) -> tuple[Board, Turns, int]:
+        """Return a board for the next root on the process groups of ``axes``, the same on all of their ``ranks``.
 
         Also return the turns of all roots there, and the number of the new root among them. The keys of the board
         contain the incarnation of the job, because torchrun keeps the store when it restarts the processes.
         """
-        axes = [(axis, axis.group) for axis in (mesh.shard, mesh.replicate) if axis.group is not None]
-        names = tuple(group.group_name for _, group in axes)
+        used = [(axis, axis.group) for axis in axes if axis.group is not None]
+        names = tuple(group.group_name for _, group in used)
         if names not in self._incarnations:
             # A random number, agreed on in the process group: a key in the store could be from an earlier incarnation.
-            number = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=mesh.device)
+            number = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=device)
             try:
                 with without_modes():
-                    for axis, _ in axes:
+                    for axis, _ in used:
                         all_reduce_max(number, axis)
             except RuntimeError as error:
                 text = "the first collective failed: a rank ended before it came to the first forward"
@@ -122,7 +123,7 @@ class _Process:
         keys = Keys(self._connections, self._incarnations[names], str(self._roots[names]))
         self.watch_waits()  # if fully_shard did not, because checks were off then, say
         # Not the timeout of the store, which the user may have made shorter for another purpose.
-        timeout = max(group_timeout(group, mesh.device) for _, group in axes)
+        timeout = max(group_timeout(group, device) for _, group in used)
         board = Board(keys, self.rank, ranks, timeout.total_seconds(), self.others, self._look_at_others)
         return board, self._turns[names], self._roots[names]
 
@@ -274,8 +275,12 @@ def watch_waits(mesh: DataParallelMesh) -> None:
             logger.debug("rank %d does not look where others are: %s", process.rank, error)
 
 
-def monitor_ranks(root: RootContext, kind: PassKind, error: Exception | None) -> RankMonitor | None:
-    """Compare the units of ``root`` on all ranks, and return the monitor; None if nothing is compared.
+def monitor_ranks(
+    root: RootContext, kind: PassKind, error: Exception | None, within_replica: bool
+) -> RankMonitor | None:
+    """Compare the units of ``root`` on its ranks, and return the monitor; None if nothing is compared.
+
+    It is that of all ranks, or, ``within_replica``, that of the passes which one replica may run alone.
 
     Raises:
         RuntimeError: Parameters or options differ, or another rank passes an ``error``. Every rank raises it.
@@ -284,18 +289,35 @@ def monitor_ranks(root: RootContext, kind: PassKind, error: Exception | None) ->
     mesh = max((group.mesh for group in root.groups), key=lambda mesh: mesh.mesh.size(), default=None)
     if not _enabled or mesh is None or mesh.mesh.size() == 1:
         return None
-    process = _this_process()  # not before: it connects to the store, whose host may have ended
+    axes = _axes_of_replica(root) if within_replica else [mesh.shard, mesh.replicate]
+    process = _this_process() if axes else None  # not before: it connects to the store, whose host may have ended
     if process is None:
         return None
-    ranks = tuple(listed_ranks(mesh.mesh))
-    board, turns, number = process.board(ranks, mesh)
-    met = compare(board, root, shared_groups(root, ranks), kind, error)
-    if mesh.first_axis.backend == "gloo":
-        monitor = RankMonitor(board, root, _now, _conflicting_save, met, turns, number)  # torch saves on gloo
+    on_host = mesh.first_axis.backend == "gloo"
+    run, conflict = (_now, _conflicting_save) if on_host else (process.run, _no_conflict)  # torch saves on gloo
+    if within_replica:
+        ranks = tuple(dist.get_process_group_ranks(axes[0].group))
     else:
-        monitor = RankMonitor(board, root, process.run, meetings=met, turns=turns, number=number)
+        ranks = tuple(listed_ranks(mesh.mesh))
+    board, turns, number = process.board(ranks, axes, mesh.device)
+    met = compare(board, root, shared_groups(root, ranks), kind, error)
+    make = partial(RankMonitor, board, root, run, conflict, met, turns, number)
+    if within_replica:
+        monitor = make(first=OF_ALL_REPLICAS)
+    else:
+        within = root.observer_within_replica
+        monitor = make(within if isinstance(within, RankMonitor) else None)
     process.watch(monitor)
     return monitor
+
+
+def _axes_of_replica(root: RootContext) -> list[Axis]:
+    """Return the axis over which one replica gathers, which may run the model while the others do something else.
+
+    Return none if nothing is copied, if a replica is one rank, or if units lie on several axes.
+    """
+    axes = {group.mesh.shard for group in root.groups if group.mesh.shard.size > 1}
+    return [*axes] if are_copied(root.groups) and len(axes) == 1 else []
 
 
 def _now(job: Callable[[], None]) -> None:
@@ -332,6 +354,10 @@ def _monitors() -> list[RankMonitor]:
 
 observe_with(monitor_ranks)
 observe_waits(_Waits())
+
+
+def _no_conflict(root: RootContext[Any]) -> str:
+    return ""
 
 
 def _conflicting_save(root: RootContext[Any]) -> str:

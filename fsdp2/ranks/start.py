@@ -17,6 +17,7 @@ from fsdp2.sharding.mesh import listed_ranks
 __all__ = ["Line", "compare", "options_of", "shared_groups", "trained_of"]
 
 _START = (0, 0)  # the position before all passes
+_FIRST_PASS = "its first pass is "
 _PLAN, _VALUES = 1, 2  # meetings that follow if the first one, 0, finds a difference
 
 
@@ -82,7 +83,7 @@ def compare(
             raise error from None
     plan = _Plan(
         [
-            Line(str(kind), f"its first pass is {kind}"),
+            Line(str(kind), f"{_FIRST_PASS}{kind}"),
             *(line for group in shared for line in _describe(group)),
             *options_of(root),
         ]
@@ -135,6 +136,11 @@ class _Plan:
         first = min(texts, default=0)
         other = next((rank for rank in sorted(texts) if texts[rank] != texts[first]), None)
         where = "" if other is None else f": rank {other}: {texts[other]}, rank {first}: {texts[first]}"
+        if other is not None and texts[first].startswith(_FIRST_PASS):
+            return (
+                f"ranks do not do the same{where}. Expected: the same on every rank; call the model and its methods "
+                "equally often on all ranks, outside of `if rank == 0:`"
+            )
         return (
             f"ranks were given different models{where}. Expected: the same parameters, in the same order and with the "
             "same options, on every rank; build the model alike everywhere"

@@ -225,6 +225,34 @@ def test_without_rank_checks_nccl_gets_different_calls():
     assert job.differences, job
 
 
+def evaluates(rank: int, world: int, alone: bool) -> None:
+    """On two replicas of two ranks the first replica evaluates before a step, or ``alone`` its first rank."""
+    model: Any = Skipping().cuda()
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for unit in (*model.layers, model):
+        fsdp2.fully_shard(unit, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(4):
+        if number == 2 and (rank == 0 if alone else rank < 2):
+            with torch.no_grad():
+                model(torch.randn(4, WIDTH, device="cuda"))
+        step(model, optimizer, 0, waits=False)
+        if alone and number > 1:
+            time.sleep(6)  # a thread of each rank finds out what the others did, and the next pass raises
+
+
+def test_one_replica_evaluates():
+    """The other one does nothing meanwhile."""
+    job = run(4, evaluates, False)
+    assert job.right, job
+
+
+def test_one_rank_of_a_replica_evaluates():
+    """Every rank raises and names what those of its replica do. NCCL would have matched unlike collectives."""
+    job = run(4, evaluates, True, host_waits_seconds=3.0)
+    assert all("rank 0: evaluation; rank 1: a pass of all replicas" in error for error in job.errors), job.errors
+
+
 class Scaled(nn.Module):
     """Two units, behind one without parameters, and a parameter of its own."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import fsdp2
+from tests.ranks.apart import run_apart
 from tests.support.models import Layers
 from tests.support.parity import beside_one_process, fulls, mesh_2d
 from tests.support.pool import on_ranks
@@ -94,3 +97,107 @@ def test_one_replica_evaluates(rank, world, program, reshard):
                 optimizer.step()
         for optimizer in optimizers:
             optimizer.zero_grad()
+
+
+def sharded() -> nn.Module:
+    """Three units and a root on two replicas of two ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    for unit in (*model, model):
+        fsdp2.fully_shard(unit, mesh=mesh_2d())
+    return model
+
+
+def evaluate(model: nn.Module) -> None:
+    """What one replica may do alone, but not one of its ranks."""
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+
+
+def steps(act: Callable[[nn.Module, int], None]) -> None:
+    """Six steps of training, before each of which this rank acts."""
+    model = sharded()
+    for step in range(6):
+        act(model, step)
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def evaluates_first(rank: int, world: int) -> None:
+    """One rank evaluates before anything else."""
+    steps(lambda model, step: evaluate(model) if rank == 0 == step else None)
+
+
+def evaluates_later(rank: int, world: int) -> None:
+    """One rank evaluates when all know what follows what."""
+    steps(lambda model, step: evaluate(model) if (rank, step) == (0, 3) else None)
+
+
+def leaves_one_out(rank: int, world: int) -> None:
+    """The replica evaluates before each step, and one of its ranks leaves the fifth evaluation out. Its next forward
+    gathers the same."""
+    steps(lambda model, step: evaluate(model) if rank == 0 or (rank == 1 and step != 4) else None)
+
+
+def evaluates_once_more(rank: int, world: int) -> None:
+    """Both ranks of the replica evaluate, and one of them does so twice before the fifth step."""
+
+    def act(model: nn.Module, step: int) -> None:
+        for _ in range((2 if (rank, step) == (0, 4) else 1) if rank < 2 else 0):
+            evaluate(model)
+
+    steps(act)
+
+
+def breaks_off(rank: int, world: int) -> None:
+    """One rank's evaluation raises, is handled, and training goes on."""
+
+    def act(model: nn.Module, step: int) -> None:
+        if rank < 2 and step > 1:
+            hook = model[1].register_forward_pre_hook(lambda *_: 1 / 0) if (rank, step) == (1, 4) else None
+            with suppress(ZeroDivisionError):
+                evaluate(model)
+            if hook is not None:
+                hook.remove()
+
+    steps(act)
+
+
+def evaluates_another_unit(rank: int, world: int) -> None:
+    """Both ranks of the replica evaluate, and use units of one size in another order."""
+
+    def act(model: nn.Module, step: int) -> None:
+        if rank < 2 and step == 3:
+            with torch.no_grad():
+                x = model[rank](torch.ones(2, 8))
+                model[1 - rank](x)
+
+    steps(act)
+
+
+def unshards(rank: int, world: int) -> None:
+    """One rank gathers a unit by hand."""
+    steps(lambda model, step: model[1].unshard() if (rank, step) == (0, 3) else None)
+
+
+PARTED = {
+    evaluates_first: "rank 1: its first pass is forward, rank 0: its first pass is evaluation",
+    evaluates_later: "rank 0: evaluation; rank 1: a pass of all replicas",
+    leaves_one_out: "rank 0: evaluation; rank 1: a pass of all replicas",
+    evaluates_once_more: "rank 0: evaluation; rank 1: a pass of all replicas",
+    breaks_off: "rank 0: a pass of all replicas; rank 1: a pass of all replicas after a pass that was aborted",
+    evaluates_another_unit: "rank 0: gather '0' in evaluation; rank 1: gather '1' in evaluation",
+    unshards: "rank 0: unshard(); rank 1: a pass of all replicas",
+}
+"""What a rank of a replica does, or does not, without the other one, and what both say of it."""
+
+
+@pytest.mark.parametrize("program", PARTED, ids=lambda program: program.__name__)
+def test_one_rank_of_a_replica(program):
+    """Every rank raises, and says what each rank of the replica does. All waited until the timeout of the process
+    group, or computed with other weights."""
+    for rank, ended in enumerate(run_apart(program, 4)):
+        assert ended.status == 1, ended
+        if program is evaluates_first and rank > 1:  # nothing is known of other ranks before the first pass of all
+            assert "RuntimeError: the first collective failed: a rank ended" in ended.error, ended
+        else:
+            assert f"RuntimeError: ranks do not do the same: {PARTED[program]}" in ended.error, ended

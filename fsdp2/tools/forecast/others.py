@@ -19,10 +19,10 @@ __all__ = ["others_use_everything"]
 def others_use_everything() -> Iterator[None]:
     """Simulate that other ranks use every unit that ``set_reduce_scatter_unused_params`` allows to skip."""
 
-    def make(root: RootContext[Any], kind: PassKind, error: Exception | None) -> Observer | None:
-        if error is None and ranks_may_skip(root.groups):
+    def make(root: RootContext[Any], kind: PassKind, error: Exception | None, within_replica: bool) -> Observer | None:
+        if error is None and not within_replica and ranks_may_skip(root.groups):
             return _Others(root)
-        return None if before is None else before(root, kind, error)
+        return None if before is None else before(root, kind, error, within_replica)
 
     before = observe_with(make)
     try:

@@ -25,7 +25,7 @@ from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import is_of_collective, observe_waits
 from fsdp2.engine.collective import PassKind
 from fsdp2.engine.observer import observe_with
-from fsdp2.engine.root import RootContext, are_copied
+from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board, latest
 from fsdp2.ranks.history import Turns
 from fsdp2.ranks.monitor import OF_ALL_REPLICAS, RankMonitor
@@ -289,7 +289,9 @@ def monitor_ranks(
     mesh = max((group.mesh for group in root.groups), key=lambda mesh: mesh.mesh.size(), default=None)
     if not _enabled or mesh is None or mesh.mesh.size() == 1:
         return None
-    axes = _axes_of_replica(root) if within_replica else [mesh.shard, mesh.replicate]
+    # By the mesh alone: what may differ between ranks, as options do, is compared only in the meeting that follows.
+    replicated = mesh.shard.size > 1 and mesh.replicate.size > 1
+    axes = [mesh.shard, mesh.replicate] if not within_replica else [mesh.shard] if replicated else []
     process = _this_process() if axes else None  # not before: it connects to the store, whose host may have ended
     if process is None:
         return None
@@ -302,6 +304,8 @@ def monitor_ranks(
     board, turns, number = process.board(ranks, axes, mesh.device)
     met = compare(board, root, shared_groups(root, ranks), kind, error)
     make = partial(RankMonitor, board, root, run, conflict, met, turns, number)
+    if within_replica and not _gathers_on(mesh.shard, root):
+        return None
     if within_replica:
         monitor = make(first=OF_ALL_REPLICAS)
     else:
@@ -311,13 +315,9 @@ def monitor_ranks(
     return monitor
 
 
-def _axes_of_replica(root: RootContext) -> list[Axis]:
-    """Return the axis over which one replica gathers, which may run the model while the others do something else.
-
-    Return none if nothing is copied, if a replica is one rank, or if units lie on several axes.
-    """
-    axes = {group.mesh.shard for group in root.groups if group.mesh.shard.size > 1}
-    return [*axes] if are_copied(root.groups) and len(axes) == 1 else []
+def _gathers_on(axis: Axis, root: RootContext) -> bool:
+    """Return whether ``root`` gathers on no other axis: experts may lie on a smaller one."""
+    return all(group.mesh.shard == axis for group in root.groups if group.mesh.shard.size > 1)
 
 
 def _now(job: Callable[[], None]) -> None:

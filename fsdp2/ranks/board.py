@@ -120,7 +120,7 @@ class Board:
         self._others = others
         self._look_elsewhere = look_elsewhere
         self.failure: str | None = None  # the error that all ranks raise from now on
-        self.wider: Board | None = None  # of more ranks, which raise it too
+        self.on_failure: Callable[[str], None] = lambda text: None  # tells ranks that are not among these
         self._keys = keys
         self._timeout = timeout
         self._lock = RLock()  # for the attributes below; not held while a thread waits for a meeting
@@ -351,9 +351,7 @@ class Board:
                     self._keys.delete(key)
             else:
                 self._keys.note("read")
-            if self.wider is not None:
-                with contextlib.suppress(RuntimeError):
-                    self.wider.fail(text)
+            self.on_failure(text)
         self.check()
 
     def leave(self) -> None:

@@ -17,6 +17,8 @@ of these while another one of its replica evaluates has parted from it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from fsdp2.engine.collective import END, Collective, ObservedGroup, PassKind
 from fsdp2.engine.joining import ranks_may_skip
@@ -27,13 +29,18 @@ from fsdp2.ranks.history import PassHistory, Turns
 from fsdp2.ranks.log import PassLog
 from fsdp2.ranks.start import shared_groups, trained_of
 
-__all__ = ["OF_ALL_REPLICAS", "RankMonitor"]
+__all__ = ["TRAINING", "RankMonitor", "no_conflict"]
 
 _DEVIATIONS = 1  # how often a guessed pass may deviate and still keep the rest of its guess
 _GUESSED = ("forward", "evaluation")  # not in a method, whose own parameters are in memory already
-OF_ALL_REPLICAS = PassKind("a pass of all replicas")
-"""What the monitor of one replica is told of: a pass that it does not compare."""
+TRAINING = PassKind("training")
+"""A pass of all replicas, as the monitor of one replica is told of it, which does not compare its collectives."""
 _Job = Callable[[], None]
+
+
+def no_conflict(root: RootContext) -> str:
+    """Return "": a pass may start."""
+    return ""
 
 
 class RankMonitor:
@@ -50,7 +57,7 @@ class RankMonitor:
         board: Board,
         root: RootContext,
         run: Callable[[_Job], None],
-        conflict: Callable[[RootContext], str] = lambda root: "",
+        conflict: Callable[[RootContext], str] = no_conflict,
         meetings: int = 0,
         turns: Turns | None = None,
         number: int = 1,
@@ -59,11 +66,11 @@ class RankMonitor:
     ) -> None:
         self.board = board
         self._replica = replica
-        if replica is not None:
-            replica.board.wider = board
         self._root = root
         self._agrees = False  # the running pass asks the agreement
         self.log = PassLog(None if ranks_may_skip(root.groups) else first or PassKind("forward"), meetings)
+        if replica is not None:
+            replica.board.on_failure = partial(_fail, board, self.log)
         self.history = PassHistory(root, self.log, turns or Turns(), number)
         self.agreement = RankAgreement(root, board, self.log, self.history)
         self._run = run
@@ -114,8 +121,7 @@ class RankMonitor:
         All ranks expect it where they expect nothing else, so that training meets nobody for it.
         """
         self.board.check()
-        self.abandon()  # an evaluation that an interrupt has left
-        log, kind = self.log, self.history.with_turn(OF_ALL_REPLICAS)
+        log, kind = self.log, self.history.with_turn(TRAINING)
         expected = log.next_kind()
         log.begin(kind, [])
         self.history.take_turn()
@@ -228,6 +234,12 @@ class RankMonitor:
         # If ranks may skip units, the next collective depends on the other ranks, so the host has to wait.
         meet() if self._agrees else self._run(meet)
         log.met()  # now: in the background the meeting compares the state above, while the host goes on
+
+
+def _fail(board: Board, log: PassLog, text: str) -> None:
+    """Let all ranks of ``board`` raise ``text``."""
+    with suppress(RuntimeError):
+        board.fail(text, log.epoch)
 
 
 def _alike(one: ObservedGroup | None, other: ObservedGroup | None) -> bool:

@@ -25,12 +25,13 @@ from fsdp2.comm.collectives import all_reduce_max
 from fsdp2.comm.host_work import is_of_collective, observe_waits
 from fsdp2.engine.collective import PassKind
 from fsdp2.engine.observer import observe_with
+from fsdp2.engine.registry import Registry
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board, latest
 from fsdp2.ranks.history import Turns
-from fsdp2.ranks.monitor import OF_ALL_REPLICAS, RankMonitor
+from fsdp2.ranks.monitor import TRAINING, RankMonitor, no_conflict
 from fsdp2.ranks.standstill import Standstill
-from fsdp2.ranks.start import compare, shared_groups
+from fsdp2.ranks.start import all_say, compare, shared_groups
 from fsdp2.ranks.store import Connections, Keys, StoreEnded
 from fsdp2.sharding.mesh import Axis, DataParallelMesh, listed_ranks
 
@@ -81,8 +82,8 @@ class _Process:
         self._incarnations: dict[tuple[str, ...], str] = {}
         self._roots: Counter[tuple[str, ...]] = Counter()
         self._turns: defaultdict[tuple[str, ...], Turns] = defaultdict(Turns)
+        self._monitors: Registry[RankMonitor] = Registry()
         self._lock = Lock()  # for the attributes below; never held while this process waits for another one
-        self._monitors: weakref.WeakSet[RankMonitor] = weakref.WeakSet()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: Thread | None = None
         self._standstill: Standstill | None = None
@@ -91,14 +92,12 @@ class _Process:
 
     @property
     def monitors(self) -> list[RankMonitor]:
-        """The monitors of all existing roots."""
-        with self._lock:
-            return list(self._monitors)
+        """The monitors of all existing roots, in the order in which they were made."""
+        return list(self._monitors)
 
     def watch(self, monitor: RankMonitor) -> None:
         """Compare the ranks of this monitor whenever the process waits, as long as the monitor exists."""
-        with self._lock:
-            self._monitors.add(monitor)
+        self._monitors.add(monitor)
 
     def board(self, ranks: tuple[int, ...], axes: Sequence[Axis], device: torch.device) -> tuple[Board, Turns, int]:
         """Return a board for the next root on the process groups of ``axes``, the same on all of their ``ranks``.
@@ -286,38 +285,59 @@ def monitor_ranks(
         RuntimeError: Parameters or options differ, or another rank passes an ``error``. Every rank raises it.
         Exception: The ``error`` of this rank.
     """
-    mesh = max((group.mesh for group in root.groups), key=lambda mesh: mesh.mesh.size(), default=None)
+    meshes = [group.mesh for group in root.groups]
+    # Parameters that are whole on every rank may lie on as many ranks as others, without a shard axis.
+    mesh = max(meshes, key=lambda mesh: (mesh.mesh.size(), mesh.shard.size), default=None)
     if not _enabled or mesh is None or mesh.mesh.size() == 1:
         return None
     # By the mesh alone: what may differ between ranks, as options do, is compared only in the meeting that follows.
-    replicated = mesh.shard.size > 1 and mesh.replicate.size > 1
-    axes = [mesh.shard, mesh.replicate] if not within_replica else [mesh.shard] if replicated else []
-    process = _this_process() if axes else None  # not before: it connects to the store, whose host may have ended
+    if within_replica and 1 in (mesh.shard.size, mesh.replicate.size):
+        return None
+    process = _this_process()  # not before: it connects to the store, whose host may have ended
     if process is None:
         return None
-    on_host = mesh.first_axis.backend == "gloo"
-    run, conflict = (_now, _conflicting_save) if on_host else (process.run, _no_conflict)  # torch saves on gloo
-    if within_replica:
-        ranks = tuple(dist.get_process_group_ranks(axes[0].group))
-    else:
-        ranks = tuple(listed_ranks(mesh.mesh))
-    board, turns, number = process.board(ranks, axes, mesh.device)
-    met = compare(board, root, shared_groups(root, ranks), kind, error)
-    make = partial(RankMonitor, board, root, run, conflict, met, turns, number)
-    if within_replica and not _gathers_on(mesh.shard, root):
-        return None
-    if within_replica:
-        monitor = make(first=OF_ALL_REPLICAS)
-    else:
-        within = root.observer_within_replica
-        monitor = make(within if isinstance(within, RankMonitor) else None)
-    process.watch(monitor)
+    make = _monitor_replica if within_replica else _monitor_all
+    monitor = make(process, root, mesh, kind, error)
+    if monitor is not None:
+        process.watch(monitor)
     return monitor
 
 
-def _gathers_on(axis: Axis, root: RootContext) -> bool:
-    """Return whether ``root`` gathers on no other axis: experts may lie on a smaller one."""
-    return all(group.mesh.shard == axis for group in root.groups if group.mesh.shard.size > 1)
+def _monitor_all(
+    process: _Process, root: RootContext, mesh: DataParallelMesh, kind: PassKind, error: Exception | None
+) -> RankMonitor:
+    ranks = tuple(listed_ranks(mesh.mesh))
+    board, turns, number = process.board(ranks, [mesh.shard, mesh.replicate], mesh.device)
+    met = compare(board, root, shared_groups(root, ranks), kind, error)
+    run, conflict = _on(process, mesh, within_replica=False)
+    within = root.observer_within_replica
+    replica = within if isinstance(within, RankMonitor) else None
+    return RankMonitor(board, root, run, conflict, met, turns, number, replica)
+
+
+def _monitor_replica(
+    process: _Process, root: RootContext, mesh: DataParallelMesh, kind: PassKind, error: Exception | None
+) -> RankMonitor | None:
+    ranks = tuple(dist.get_process_group_ranks(mesh.shard.group))
+    board, turns, number = process.board(ranks, [mesh.shard], mesh.device)
+    gathered = [group for group in root.groups if group.mesh.shard.size > 1]
+    on_axis = [group for group in gathered if group.mesh.shard == mesh.shard]
+    # Units only if no other meeting compares them now, in which all replicas learn of a difference.
+    met = compare(board, root, on_axis if root.runs_alone else [], kind, error, with_values=False)
+    # Experts may lie on a smaller axis, and only some ranks may have some.
+    if not all_say(board, met, on_axis == gathered):
+        return None
+    run, conflict = _on(process, mesh, within_replica=True)
+    return RankMonitor(board, root, run, conflict, met + 1, turns, number, first=TRAINING)
+
+
+def _on(
+    process: _Process, mesh: DataParallelMesh, *, within_replica: bool
+) -> tuple[Callable[[Callable[[], None]], None], Callable[[RootContext[Any]], str]]:
+    """Return where a monitor meets other ranks, and what tells it of conflicts: torch saves on gloo."""
+    if mesh.first_axis.backend == "gloo":
+        return _now, partial(_conflicting_save, within_replica)
+    return process.run, no_conflict
 
 
 def _now(job: Callable[[], None]) -> None:
@@ -339,7 +359,8 @@ class _Waits:
             monitor.board.leave()
 
     def failed(self, error: RuntimeError) -> None:
-        for monitor in _monitors():
+        # In one order on all ranks, or one would ask the ranks of a replica while another asks all. First all.
+        for monitor in sorted(_monitors(), key=lambda monitor: -len(monitor.board.ranks)):
             try:
                 monitor.board.explain(monitor.history)
             except RuntimeError as reason:
@@ -356,19 +377,19 @@ observe_with(monitor_ranks)
 observe_waits(_Waits())
 
 
-def _no_conflict(root: RootContext[Any]) -> str:
-    return ""
-
-
-def _conflicting_save(root: RootContext[Any]) -> str:
+def _conflicting_save(within_replica: bool, root: RootContext[Any]) -> str:
     """Return an error text if a thread saves a checkpoint on a process group of ``root``, else "".
+
+    Passes ``within_replica`` use those of shard axes alone.
 
     The collectives of the save and of a pass could be matched with each other.
     """
     for save in async_saves():
         if save.get("no_dist") or not save.get("use_collectives", True):
             continue
-        axes = [axis for g in root.groups for axis in (g.mesh.shard, g.mesh.replicate, g.gradients.axis)]
+        axes = [g.mesh.shard for g in root.groups]
+        if not within_replica:
+            axes += [axis for g in root.groups for axis in (g.mesh.replicate, g.gradients.axis)]
         if (save.get("process_group") or dist.group.WORLD) in [axis.group for axis in axes]:
             return _SAVING
     return ""

@@ -14,7 +14,7 @@ from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import Board
 from fsdp2.sharding.mesh import listed_ranks
 
-__all__ = ["Line", "compare", "options_of", "shared_groups", "trained_of"]
+__all__ = ["Line", "all_say", "compare", "options_of", "shared_groups", "trained_of"]
 
 _START = (0, 0)  # the position before all passes
 _FIRST_PASS = "its first pass is "
@@ -65,11 +65,17 @@ def trained_of(groups: Iterable[FSDPParamGroup]) -> list[Line]:
 
 
 def compare(
-    board: Board, root: RootContext[Any], shared: list[FSDPParamGroup], kind: PassKind, error: Exception | None
+    board: Board,
+    root: RootContext[Any],
+    shared: list[FSDPParamGroup],
+    kind: PassKind,
+    error: Exception | None,
+    *,
+    with_values: bool = True,
 ) -> int:
     """Compare the units of ``root`` at the first pass, of ``kind``; all ranks have the groups ``shared``.
 
-    Warn if only initial values differ. Return the number of meetings.
+    Warn if only initial values differ, if this is asked for ``with_values``. Return the number of meetings.
 
     Raises:
         RuntimeError: Parameters or options differ, or another rank passes an ``error``. Every rank raises it.
@@ -88,7 +94,7 @@ def compare(
             *options_of(root),
         ]
     )
-    first = [(group.params[0].name, group.initial) for group in shared if group.initial is not None]
+    first = [(group.params[0].name, group.initial) for group in shared if group.initial is not None and with_values]
     values = [[name, values] for name, (values, stamp) in first if not stamp.changed]
     seen = zlib.crc32(repr(values).encode())
     if board.meet(0, f"{plan.lines()} {seen}", plan) is not None:
@@ -101,6 +107,11 @@ def compare(
     if text:
         warn(text, here=board.rank == board.ranks[0])
     return _VALUES + 1
+
+
+def all_say(board: Board, epoch: int, yes: bool) -> bool:
+    """Return, on all ranks, whether every one of them says ``yes``; their meeting is number ``epoch``."""
+    return bool(board.choose(epoch, json.dumps(yes), _Plan([]), lambda said: all(said.values())))
 
 
 class _Plan:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import fsdp2
 from tests.ranks.apart import run_apart
@@ -99,12 +107,24 @@ def test_one_replica_evaluates(rank, world, program, reshard):
             optimizer.zero_grad()
 
 
-def sharded() -> nn.Module:
+class Scaled(nn.Sequential):
+    """Layers, and a scalar of the root's own, which is whole on every rank."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def sharded(make: Callable[..., nn.Sequential] = nn.Sequential, width: int = 8) -> nn.Module:
     """Three units and a root on two replicas of two ranks."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model = make(nn.Linear(8, 8), nn.Linear(8, width), nn.Linear(width, 8))
+    mesh = mesh_2d()
     for unit in (*model, model):
-        fsdp2.fully_shard(unit, mesh=mesh_2d())
+        fsdp2.fully_shard(unit, mesh=mesh)
     return model
 
 
@@ -114,9 +134,9 @@ def evaluate(model: nn.Module) -> None:
         model(torch.ones(2, 8))
 
 
-def steps(act: Callable[[nn.Module, int], None]) -> None:
+def steps(act: Callable[[nn.Module, int], None], **how: Any) -> None:
     """Six steps of training, before each of which this rank acts."""
-    model = sharded()
+    model = sharded(**how)
     for step in range(6):
         act(model, step)
         model(torch.ones(2, 8)).sum().backward()
@@ -130,6 +150,16 @@ def evaluates_first(rank: int, world: int) -> None:
 def evaluates_later(rank: int, world: int) -> None:
     """One rank evaluates when all know what follows what."""
     steps(lambda model, step: evaluate(model) if (rank, step) == (0, 3) else None)
+
+
+def evaluates_beside_a_scalar(rank: int, world: int) -> None:
+    """The same with a parameter that has no shard axis, in front of all others."""
+    steps(lambda model, step: evaluate(model) if (rank, step) == (0, 3) else None, make=Scaled)
+
+
+def has_another_model(rank: int, world: int) -> None:
+    """All evaluate first, one rank another model: gloo aborted that."""
+    steps(lambda model, step: evaluate(model), width=16 if rank == 1 else 8)
 
 
 def leaves_one_out(rank: int, world: int) -> None:
@@ -181,12 +211,14 @@ def unshards(rank: int, world: int) -> None:
 
 PARTED = {
     evaluates_first: "rank 1: its first pass is forward, rank 0: its first pass is evaluation",
-    evaluates_later: "rank 0: evaluation; rank 1: a pass of all replicas",
-    leaves_one_out: "rank 0: evaluation; rank 1: a pass of all replicas",
-    evaluates_once_more: "rank 0: evaluation; rank 1: a pass of all replicas",
-    breaks_off: "rank 0: a pass of all replicas; rank 1: a pass of all replicas after a pass that was aborted",
+    evaluates_later: "rank 0: evaluation; rank 1: training",
+    evaluates_beside_a_scalar: "rank 0: evaluation; rank 1: training",
+    has_another_model: "ranks were given different models: rank 1: 1.weight is (16, 8)",
+    leaves_one_out: "rank 0: evaluation; rank 1: training",
+    evaluates_once_more: "rank 0: evaluation; rank 1: training",
+    breaks_off: "rank 0: training; rank 1: training after a pass that was aborted",
     evaluates_another_unit: "rank 0: gather '0' in evaluation; rank 1: gather '1' in evaluation",
-    unshards: "rank 0: unshard(); rank 1: a pass of all replicas",
+    unshards: "rank 0: unshard(); rank 1: training",
 }
 """What a rank of a replica does, or does not, without the other one, and what both say of it."""
 
@@ -197,7 +229,70 @@ def test_one_rank_of_a_replica(program):
     group, or computed with other weights."""
     for rank, ended in enumerate(run_apart(program, 4)):
         assert ended.status == 1, ended
-        if program is evaluates_first and rank > 1:  # nothing is known of other ranks before the first pass of all
+        if program in (evaluates_first, has_another_model) and rank > 1:  # the first pass of all is still to come
             assert "RuntimeError: the first collective failed: a rank ended" in ended.error, ended
         else:
-            assert f"RuntimeError: ranks do not do the same: {PARTED[program]}" in ended.error, ended
+            assert PARTED[program] in ended.error and ended.error.startswith("RuntimeError: ranks "), ended
+
+
+def evaluates_with_experts(rank: int, world: int) -> None:
+    """The first two ranks of a replica have experts in their units, on a smaller shard axis, and the others none."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    parts = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "parts", "shard"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if rank % 4 < 2:
+        model.append(nn.Linear(8, 8))
+    experts = {*model[2:].parameters()}
+    smaller = fsdp2.ShardPlacementResult(Shard(0), parts["replicate", "shard"])
+    fsdp2.fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: smaller if p in experts else Shard(0))
+    for _ in range(3):
+        evaluate(model)
+
+
+def test_experts_of_some_ranks():
+    """Nobody waits for ranks that have no experts: none of these evaluations is compared."""
+    assert [ended.status for ended in run_apart(evaluates_with_experts, 8)] == [0] * 8
+
+
+def saves(rank: int, world: int) -> None:
+    """Evaluate while a thread saves on the process group of all ranks, which a scalar is reduced on."""
+    model = sharded(Scaled)
+    model(torch.ones(2, 8)).sum().backward()
+    goes_on = Event()
+
+    class Slow(dcp.FileSystemWriter):
+        def write_data(self, *args: Any, **kwargs: Any) -> Any:
+            goes_on.wait()
+            return super().write_data(*args, **kwargs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        saved = dcp.async_save({"model": model.state_dict()}, storage_writer=Slow(folder))
+        evaluate(model)
+        goes_on.set()
+        with suppress(Exception):  # each rank has written to a folder of its own
+            saved.result()
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def test_evaluations_during_a_save():
+    """They use the process groups of shard axes alone, on which nobody saves."""
+    ended = run_apart(saves, 4)
+    assert [one.status for one in ended] == [0] * 4, ended
+
+
+def dies(rank: int, world: int) -> None:
+    """A whole replica is killed, as with its machine."""
+    model = sharded()
+    for step in range(4):
+        if step == 3:
+            dist.barrier()
+            if rank > 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def test_a_replica_is_killed():
+    """The other one names its ranks, and not one of those that live."""
+    for ended in run_apart(dies, 4)[:2]:
+        assert "rank 2, 3 did not answer" in ended.error, ended

@@ -30,7 +30,7 @@ help: ## this list
 demo: $(STAMP) ## train a GPT on 2 processes, resume it on 3, draw loss, memory and speed (about a minute and a half on two idle cores)
 	@$(PY) examples/demo.py $(ARGS)
 
-test: style ## what every change must pass: lint, types, house rules, every feature on real processes (seven to eleven minutes)
+test: style ## what every change must pass: lint, types, house rules, every feature on real processes (seven to twelve minutes)
 	@$(BESIDE_TYPES) $(PY) -m pytest $(WORKERS) $(ARGS); $(BOTH)
 
 test-all: style ## before a release: every case of every test, compilers, demos, the wheel (an hour or two)

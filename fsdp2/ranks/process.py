@@ -52,10 +52,10 @@ _enabled = True
 def set_rank_checks(enabled: bool) -> None:
     """Switch the comparison of ranks on (the default) or off. Call it on all ranks before the first forward.
 
-    The comparison costs three operations of the process group's store per rank when a model first runs and when all
-    ranks deviate from earlier iterations; a rank that then waits for more than two seconds also looks twice a second
-    whether the others have come. It costs nothing in a repeated iteration, except one look at the store every five
-    seconds, and with NCCL, whose collectives the host does not wait for, every two seconds.
+    The comparison costs three operations of the process group's store per rank (more with hybrid sharding) when a model
+    first runs and when all ranks deviate from earlier iterations; a rank that then waits for more than two seconds also
+    looks twice a second whether the others have come. It costs nothing in a repeated iteration, except one look at the
+    store every five seconds, and with NCCL, whose collectives the host does not wait for, every two seconds.
 
     Without the comparison, a rank that skips a unit makes the others hang until the process group's timeout or mixes up
     their data. Different models are not detected. ``set_reduce_scatter_unused_params`` does not let a rank skip a unit.
@@ -359,7 +359,7 @@ class _Waits:
             monitor.board.leave()
 
     def failed(self, error: RuntimeError) -> None:
-        # In one order on all ranks, or one would ask the ranks of a replica while another asks all. First all.
+        # The widest board first, as on all other ranks: two that asked on different boards would not answer each other.
         for monitor in sorted(_monitors(), key=lambda monitor: -len(monitor.board.ranks)):
             try:
                 monitor.board.explain(monitor.history)

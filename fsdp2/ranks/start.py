@@ -75,7 +75,7 @@ def compare(
 ) -> int:
     """Compare the units of ``root`` at the first pass, of ``kind``; all ranks have the groups ``shared``.
 
-    Warn if only initial values differ, if this is asked for ``with_values``. Return the number of meetings.
+    If ``with_values``, warn if only initial values differ. Return the number of meetings.
 
     Raises:
         RuntimeError: Parameters or options differ, or another rank passes an ``error``. Every rank raises it.

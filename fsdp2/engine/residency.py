@@ -69,6 +69,14 @@ class _Source(NamedTuple):
     custom: AllGather | None
 
 
+class _Before(NamedTuple):
+    """What full parameters were before a forward."""
+
+    generation: int
+    versions: list[int]
+    trains: bool  # the forward has gradients
+
+
 class Summoning(Protocol):
     """A block of ``summon_full_params``."""
 
@@ -89,8 +97,7 @@ class Residency:
         # While summon_full_params shows some of the parameters, nothing is gathered or freed: what is in memory stays
         # there, and is shown again afterwards.
         self.summoned: dict[FSDPParam, Summoning] = {}
-        # Of the latest forward with gradients: the generation of the full parameters before it, and their versions.
-        self._before_forward: tuple[int, list[int]] | None = None
+        self._before_forward: _Before | None = None  # of the latest forward
         self._forget_memory()
         store.show(store.params, "shards", over_others=True)
 
@@ -439,29 +446,38 @@ class Residency:
     # ---- a forward, which must not write to full parameters ----
 
     def note_forward(self) -> None:
-        """Note what the full parameters are before a forward, if it has gradients."""
-        self._before_forward = None
-        if torch.is_grad_enabled():
-            self._before_forward = self.store.generation, self.store.full_versions()
+        """Note what the full parameters are before a forward."""
+        self._before_forward = _Before(self.store.generation, self.store.full_versions(), torch.is_grad_enabled())
 
     def refuse_written_in_forward(self) -> None:
         """End a forward that ``note_forward`` has begun.
 
         Raises:
-            RuntimeError: it has changed full parameters in place.
+            RuntimeError: it has gradients, and has changed full parameters in place.
         """
-        if self._before_forward is None:
+        before = self._before_forward
+        if before is None or not before.trains or before.generation != self.store.generation:
             return
-        generation, versions = self._before_forward
-        if generation == self.store.generation and self.store.full_versions() != versions:
+        if self.store.full_versions() != before.versions:
             raise RuntimeError(
-                f"{', '.join(self.store.changed_since(versions))}: the forward changed it in place, as "
+                f"{', '.join(self.store.changed_since(before.versions))}: the forward changed it in place, as "
                 "nn.Embedding(max_norm=...) does. This would be lost: the full parameter is a copy that is freed after "
                 "forward, and each rank changes it for its own batch. Take the write out of forward "
                 "(embedding.max_norm = None) and change the shards after each optimizer step instead (under "
                 "torch.no_grad(): local = weight.to_local(); local.copy_(torch.renorm(local, 2, 0, max_norm))), or "
                 "keep what forward updates in a buffer"
             )
+
+    def leave_to_caller(self, *, kept: bool) -> None:
+        """Note that an interrupt has ended a pass: the caller may have written to full parameters that are shown.
+
+        Unless ``kept`` ones are freed now too, the next use of these refuses that.
+        """
+        before = self._before_forward
+        if self.shown != "full" or before is None or before.generation != self.store.generation:
+            return
+        if kept or not self.kept:
+            self._versions_left, self._by_hand = self._versions_left or before.versions, True
 
     # ---- keep ----
 
@@ -512,7 +528,7 @@ class Residency:
             )
 
     def _written_by_hand(self) -> list[str]:
-        """Return the names of full parameters that the caller asked for and has written to."""
+        """Return the names of full parameters that were left to the caller, who has written to them."""
         versions = self._versions_left
         return self.store.changed_since(versions) if self._by_hand and versions is not None else []
 
@@ -575,9 +591,10 @@ class Residency:
         self._forget_memory()
         if lost:  # last, because this raises if warnings are errors
             warn(
-                f"{', '.join(lost)}: values were written to the full parameters that unshard() or use_weights "
-                "gathered. They are lost, because these are copies of the shards, and are freed now. Write inside "
-                "summon_full_params, which copies new values to the shards"
+                f"{', '.join(lost)}: values were written to the full parameters that unshard(), use_weights or an "
+                "interrupted pass left there. They are lost, because these are copies of the shards, and are freed "
+                "now. Write inside summon_full_params, which copies new values to the shards; after an interrupt, call "
+                "reset_iter_state() on the root module first"
             )
 
     def _drop_gather(self) -> None:
@@ -704,6 +721,7 @@ class Residency:
         The caller has asked ``refuse_unended``.
         """
         self.summoned.clear()
+        self.leave_to_caller(kept=True)
         self.free()
         # A gather that raised while it was being started has left memory allocated, although the level is still the
         # one before it.

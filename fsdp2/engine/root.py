@@ -256,6 +256,8 @@ class RootContext(Generic[U]):
         # A forward that is still there was interrupted (KeyboardInterrupt), which no hook reports.
         if earlier is not None:
             self._leave(earlier)
+            for group in earlier.groups:
+                group.residency.leave_to_caller(kept=earlier.trains)
             if not earlier.alone:
                 self.itinerary.break_off()
         aborted = earlier is not None and earlier.trains  # without gradients it has kept nothing

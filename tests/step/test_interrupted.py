@@ -9,6 +9,7 @@ import inspect
 import itertools
 import random
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
@@ -376,3 +378,32 @@ def test_micro_batches_that_are_given_up(rank, world, error):
     for model in (module, alone):
         model(INPUTS).square().mean().backward()
     assert_gradients(module, alone)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("options", ["by default", "kept"])
+@pytest.mark.parametrize("resets", [True, False])
+def test_what_is_written_after_an_interrupt(rank, world, trains, options, resets):
+    """Modules show full parameters then. A write to them was lost without a word when the next forward freed them."""
+    module, alone = beside_one_process(Net, lambda module: [*module.layers], **OPTIONS[options]())
+
+    def interrupt(*unused: object) -> None:
+        raise KeyboardInterrupt
+
+    for at in (module.layers[2], module.layers[1]):
+        handle = at.register_forward_pre_hook(interrupt)  # behind ours
+        with pytest.raises(KeyboardInterrupt), torch.set_grad_enabled(trains):
+            module(INPUTS)
+        handle.remove()
+        written = at.bias
+        assert not isinstance(written, DTensor)
+        with torch.no_grad():
+            written.add_(1)
+        with pytest.warns(UserWarning, match=r"layers.\d.bias: values were written .* They are lost"):
+            if resets:
+                module.reset_iter_state()
+            step(module, alone, "after it")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*values were written")
+            step(module, alone, "once more")

@@ -48,7 +48,7 @@ def _gather_between_passes(
         if group.residency.is_outdated():
             group.reshard()
         else:
-            group.residency.free_rewritten(compared=not alone)
+            group.residency.free_rewritten(compared=root.compares(alone=alone))
     if not any(group.residency.needs_gather for group in groups):
         _start(groups, launch_unobserved)
     else:

@@ -224,6 +224,10 @@ class RootContext(Generic[U]):
             self.observe(None, kind)
         return self.observer
 
+    def compares(self, *, alone: bool) -> bool:
+        """Return whether ranks that do not do the same raise in a pass that one replica may run ``alone``, or not."""
+        return not isinstance(self.observer_within_replica if alone else self.observer, Unobserved)
+
     def options_changed(self, setter: str) -> None:
         """Note that ``setter`` has changed an option that must be equal on all ranks.
 

@@ -118,6 +118,22 @@ class Scaled(nn.Sequential):
         return super().forward(x) * self.scale
 
 
+@on_ranks(4)
+def test_one_replica_gathers_again_what_was_written(rank, world):
+    """A second ``unshard()`` behind a write that no counter shows refused that as if nobody compared the ranks of one
+    replica. An evaluation gathered again."""
+    module = fsdp2.fully_shard(nn.Linear(8, 8), mesh=mesh_2d())
+    module(rows(0, rank)).sum().backward()
+    if rank < 2:
+        shard, before = module.weight, module.weight.full_tensor()
+        module.unshard()
+        shard.to_local().data.mul_(2)
+        with pytest.warns(UserWarning, match="weight: .* no version counter shows"):
+            module.unshard()
+        torch.testing.assert_close(module.weight.detach(), before * 2)
+    dist.barrier()
+
+
 def sharded(make: Callable[..., nn.Sequential] = nn.Sequential, width: int = 8) -> nn.Module:
     """Three units and a root on two replicas of two ranks."""
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ __all__ = [
     "gradient_hooks",
     "graph_task_id",
     "have_gradient_hooks",
+    "hooks_of_saved_tensors",
     "in_each_transform",
     "is_made_since",
     "lasting_tensors",
@@ -144,6 +145,11 @@ def share_gradient_hooks(tensor: torch.Tensor, tables: HookTables) -> None:
 def have_gradient_hooks(tensors: Iterable[Any]) -> bool:
     """Return True if any of ``tensors`` has such hooks; fast for thousands of tensors."""
     return any([tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors])
+
+
+def hooks_of_saved_tensors() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return the hooks of the innermost ``torch.autograd.graph.saved_tensors_hooks``: pack and unpack; None outside."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 # The base of a view, or None. Autograd records an in-place change of a view on its base.

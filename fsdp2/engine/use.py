@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2._torch.autograd import hooks_of_saved_tensors
 from fsdp2.engine.by_hand import gather_by_hand
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below
@@ -67,18 +68,27 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
-    """Return hooks for tensors that autograd saves. They gather a saved full parameter before backward reads it."""
+    """Return hooks for tensors that autograd saves. They gather a saved full parameter before backward reads it.
+
+    Autograd calls the innermost hooks alone. So these pass what is not theirs on to those around the block: those of a
+    checkpoint, which saves nothing, of ``save_on_cpu``, or of another such block.
+    """
     owners = {_memory(param.full): unit for group, unit in used.items() for param in group.params}
+    around = hooks_of_saved_tensors()
 
     def pack(tensor: torch.Tensor) -> Any:
         owner = owners.get(_memory(tensor))
+        if owner is not None:
+            return tensor, owner
         # A node that saves its own result (tanh, a softmax) would be held by it, and without a backward never be freed.
-        return tensor if owner is not None else tensor.detach(), owner
+        return tensor.detach() if around is None else around[0](tensor), None
 
     def unpack(packed: Any) -> torch.Tensor:
         tensor, owner = packed
         if owner is not None:
             owner.pre_backward(tensor)
+        elif around is not None:
+            return around[1](tensor)
         return tensor
 
     return pack, unpack

@@ -502,6 +502,20 @@ def test_forwards_that_torch_writes_down() -> None:
     assert all(asked[1:])
 
 
+@probes("hooks_of_saved_tensors")
+def test_hooks_of_what_is_saved_now() -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    assert _torch.hooks_of_saved_tensors() is None
+    with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert _torch.hooks_of_saved_tensors() == (pack, unpack)
+    assert _torch.hooks_of_saved_tensors() is None
+
+
 @probes("clones_before_writes")
 def test_saved_tensors_that_are_cloned_before_writes() -> None:
     assert not _torch.clones_before_writes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 
 import pytest
 import torch
@@ -97,6 +98,90 @@ def test_a_loss_that_is_checkpointed(rank, world, how, reentrant):
         assert isinstance(model.head.weight, DTensor)
         sum(whole.head(whole(batch(step, r)[0])).square().mean() / world for r in range(world)).backward()
         assert_gradients(model, whole, step)
+
+
+@on_ranks(2)
+def test_blocks_inside_each_other(rank, world):
+    """A loss of two weights that are in units of their own, each with a block. Autograd calls the hooks of the inner
+    block alone for what it saves, so backward read the weight of the outer one when it was freed: "setStorage: sizes
+    [5, 8] ... out of bounds for storage of size 0"."""
+    model, whole = beside_one_process(Speaker, lambda m: [m.head, m.body[2]])
+    for step in range(3):
+        x, targets = batch(step, rank)
+        hidden = model(x)
+        with fsdp2.use_weights(model.head), fsdp2.use_weights(model.body[2]):
+            loss = penalized(model, hidden, targets)
+        loss.backward()
+        assert isinstance(model.head.weight, DTensor) and isinstance(model.body[2].weight, DTensor)
+        sum(penalized(whole, whole(x), y) / world for x, y in (batch(step, r) for r in range(world))).backward()
+        assert_gradients(model, whole, step)
+
+
+class Doubled(torch.autograd.Function):
+    """A result that backward needs, as a fused loss needs its logits; ``alive`` tells which are in memory."""
+
+    alive = weakref.WeakSet()
+
+    @staticmethod
+    def forward(ctx, x):
+        doubled = 2 * x
+        Doubled.alive.add(doubled.untyped_storage())
+        ctx.save_for_backward(doubled)
+        return doubled
+
+    @staticmethod
+    def backward(ctx, grad):
+        (doubled,) = ctx.saved_tensors
+        assert doubled.numel()
+        return 2 * grad
+
+
+@on_ranks(2)
+def test_what_a_checkpoint_around_a_block_saves(rank, world):
+    """Autograd called the hooks of the block alone, so the checkpoint around it freed none of the logits in it: the
+    fused loss took as much memory as without one."""
+    model, whole = beside_one_process(Speaker, lambda m: [m.head])
+
+    def loss_of(model: Speaker, block: contextlib.AbstractContextManager, rows: torch.Tensor) -> torch.Tensor:
+        with block:
+            return Doubled.apply(F.linear(rows, model.head.weight)).square().mean()
+
+    for step in range(3):
+        Doubled.alive.clear()
+        hidden = model(batch(step, rank)[0])
+        loss = checkpoint(lambda x: loss_of(model, fsdp2.use_weights(model.head), x), hidden, use_reentrant=False)
+        assert not Doubled.alive
+        loss.backward()
+        assert isinstance(model.head.weight, DTensor)
+        rows = [whole(batch(step, r)[0]) for r in range(world)]
+        sum(loss_of(whole, contextlib.nullcontext(), x) / world for x in rows).backward()
+        assert_gradients(model, whole, step)
+
+
+@on_ranks(2)
+def test_hooks_of_saved_tensors_around_a_block(rank, world):
+    """As ``save_on_cpu``: they get what is saved in the block, except the weights that are gathered again anyway."""
+    model, whole = beside_one_process(Speaker, lambda m: [m.head])
+    x, targets = batch(0, rank)
+    packed, unpacked = [], []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        unpacked.append(tensor.shape)
+        return tensor
+
+    hidden = model(x)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), fsdp2.use_weights(model.head):
+        loss = F.cross_entropy(F.linear(hidden, model.head.weight).tanh(), targets)
+    loss.backward()
+    assert (4, 8) in packed and (4, 5) in packed and (5, 8) not in packed and (8, 5) not in packed
+    assert sorted(unpacked) == sorted(packed)
+    losses = [F.cross_entropy(whole.head(whole(x)).tanh(), y) / world for x, y in (batch(0, r) for r in range(world))]
+    sum(losses).backward()
+    assert_gradients(model, whole)
 
 
 @on_ranks(2)

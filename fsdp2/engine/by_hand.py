@@ -35,7 +35,26 @@ def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None
         if running is None:
             _gather_between_passes(root, groups, [used[group] for group in groups], PassKind(asked))
         else:
-            _start(groups, running.launch, in_backward=running.in_backward)
+            _gather_in_pass(groups, running)
+
+
+def _gather_in_pass(groups: list[FSDPParamGroup], run: Pass) -> None:
+    """Gather as a part of ``run``. A forward may have written to shards by now, and may do so before their use."""
+    for group in groups:
+        if not run.in_backward and not group.is_entered:  # a backward uses what its forward left
+            _free_outdated(group, compared=run.is_compared)
+    _start(groups, run.launch, in_backward=run.in_backward)
+    if run.in_forward:
+        for group in groups:
+            group.residency.note_ahead(loud=False)  # the caller has chosen this place, which quiet uses trust
+
+
+def _free_outdated(group: FSDPParamGroup, *, compared: bool) -> None:
+    """Free what was made of shards that have changed since, as ``FSDPParamGroup.pre_forward`` does."""
+    if group.residency.is_outdated():
+        group.reshard()
+    else:
+        group.residency.free_rewritten(compared=compared)
 
 
 def _gather_between_passes(
@@ -45,10 +64,7 @@ def _gather_between_passes(
     alone = are_copied(groups)  # a single replica may gather, as it may evaluate
     for group in groups:
         group.residency.drop_passing_portions()
-        if group.residency.is_outdated():
-            group.reshard()
-        else:
-            group.residency.free_rewritten(compared=root.compares(alone=alone))
+        _free_outdated(group, compared=root.compares(alone=alone))
     if not any(group.residency.needs_gather for group in groups):
         _start(groups, launch_unobserved)
     else:

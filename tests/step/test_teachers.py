@@ -251,6 +251,48 @@ def test_a_write_behind_unshard(rank, world, write):
     assert all((weight == 3).all() for weight in model.parameters())
 
 
+class GathersItsTeacher(nn.Module):
+    """Writes to a teacher, and gathers it by hand before that or behind it."""
+
+    def __init__(self, write: Write, gathers: str) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.write, self.gathers = write, gathers
+        self.weights: tuple[list[Any], list[Any]] = [], []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wanted, teacher, scale = self.student(x), self.teacher, torch.ones(())
+        gathers = self.gathers if isinstance(teacher, FSDPModule) else ""
+        if gathers.startswith("before"):
+            teacher.unshard(async_op=gathers == "before, in the background")
+        with torch.no_grad():
+            self.write(*self.weights)
+        if gathers == "behind":
+            teacher.unshard()
+        with fsdp2.use_weights(teacher) if gathers == "for a block" else nullcontext():
+            if not self.gathers.startswith("before"):
+                scale = teacher.weight.detach().sum()
+        return (wanted - teacher(x)) * scale
+
+
+@pytest.mark.parametrize("write", [by_method, by_data])
+@pytest.mark.parametrize("gathers", ["before", "before, in the background", "behind", "for a block"])
+@on_ranks(1, 2)
+def test_a_forward_writes_beside_a_gather_by_hand(rank, world, gathers, write):
+    """What ``unshard()`` had gathered before the write was used behind it, and behind the write ``unshard()`` and
+    ``use_weights`` trusted what the forward had gathered ahead: the old weights, without a word."""
+    pair = beside_one_process(partial(GathersItsTeacher, write, gathers))
+    for model in pair:
+        model.weights = [*model.teacher.parameters()], [*model.student.parameters()]
+    for step in range(3):
+        outputs = [model(torch.ones(2, 4)) for model in pair]
+        torch.testing.assert_close(*outputs, msg=lambda text, s=step: f"step {s}: {text}")
+        for output, model in zip(outputs, pair):
+            output.square().mean().backward()
+            torch.optim.SGD(model.weights[1], 0.5).step()
+            model.zero_grad()
+
+
 # ---- where the host would have to wait for a gather, or ranks might part ----
 
 STREAMED: dict[str, dict[str, Any]] = {

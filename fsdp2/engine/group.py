@@ -448,9 +448,9 @@ class FSDPParamGroup:
         return self.phases.phase is Phase.REDUCED and not self.gradients.left_over()
 
     def end_backward_pass(self, *, last: bool) -> None:
-        """End the backward for the group; after the ``last`` one, drop a prefetch that was not used."""
-        if last and self.residency.is_gathering:
-            self.residency.lower()
+        """End the backward for the group; after the ``last`` one, free what was gathered for no use that came."""
+        if last:
+            self.residency.lower()  # a prefetch, or what a hook asked for by ``unshard()`` when gradients had left
         options = self.store.options
         if options.reduce_gradients and options.all_reduce_gradients:
             self.residency.forget_portions()

@@ -288,6 +288,22 @@ def test_a_gather_that_backward_does_not_use_is_dropped(rank, world):
 
 
 @api.fsdp2_only
+@on_ranks(1, 2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_what_a_hook_gathers_in_backward_is_freed(rank, world, async_op):
+    """``unshard()`` of a unit that backward was through with left it in memory behind the backward. Its modules showed
+    full parameters, which have no gradient: ``clip_grad_norm_(model.parameters())`` left those of its shards out."""
+    module = stack(layers=2)
+    on_one_axis(module, fsdp2)
+    for _ in range(2):
+        inputs = torch.ones(2, 8, requires_grad=True)
+        inputs.register_hook(lambda grad: module[1].unshard(async_op) and None)
+        module(inputs).sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+        assert not in_memory(module)
+
+
+@api.fsdp2_only
 @on_ranks(2)
 def test_a_list_names_units_of_another_root(rank, world):
     """A layer of one model names the first layer of the next. The gather was shown to the first model's observer, which

@@ -77,7 +77,10 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: ``summon_full_params`` shows parameters of the module.
         """
-        used = {group: unit for unit in self._units(recurse) for group in unit.groups}
+        units = self._units(recurse)
+        for unit in units:
+            unit.reconcile()  # which may make groups, of parameters that were added
+        used = {group: unit for unit in units for group in unit.groups}
         for group in used:
             group.residency.refuse_summoned("unshard")
         gather_by_hand(used, "unshard()")

@@ -17,14 +17,14 @@ __all__ = ["gather_before_backward", "gather_by_hand"]
 def gather_by_hand(used: Mapping[FSDPParamGroup, FSDPState], asked: str) -> None:
     """Start gathering the groups in ``used``, each with its unit; ``asked`` names the call that asks for them.
 
+    The caller has let the units ``reconcile``, before it listed their groups.
+
     Between passes, this is a separate pass, and the parameters are kept until the caller frees them or changes the
     shards. Inside a pass it is a prefetch, and that pass frees them.
     """
     by_root: dict[RootContext[FSDPState], list[FSDPParamGroup]] = {}
     # Before the first forward a unit has no root: the first such unit is the root of all of them.
     first = next((unit for unit in used.values() if unit.is_root is None), None)
-    for unit in dict.fromkeys(used.values()):
-        unit.reconcile()
     for group, unit in used.items():
         group.lazy_init()
         if unit.is_root is None and first is not None:

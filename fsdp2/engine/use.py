@@ -44,6 +44,11 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
         ValueError: No parameter of ``module`` is sharded.
     """
     used = groups_below(module, required_by="use_weights")
+    units = dict.fromkeys(used.values())
+    for unit in units:
+        unit.reconcile()
+    if any(group not in used for unit in units for group in unit.groups):  # made just now, of added parameters
+        used = groups_below(module)
     before = [(group.residency.kept, group.residency.shown) for group in used]
     try:
         gather_by_hand(used, "use_weights")

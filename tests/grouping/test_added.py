@@ -7,6 +7,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,25 @@ class Scaled(nn.Module):
 def sharded(**options) -> tuple[nn.Module, nn.Module]:
     """Such a layer as one unit, and the same without sharding."""
     return beside_one_process(Scaled, lambda module: (), **options)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("asked", ["unshard", "use_weights"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_parameter_that_is_gathered_before_the_next_forward(rank, world, trained, asked):
+    """The groups to gather were listed before the unit took the parameter in, so it alone was a shard: an error about
+    "mixed torch.Tensor and DTensor" where it was computed with."""
+    module, alone = sharded()
+    if trained:
+        module(torch.ones(2, 3)).sum().backward()
+    for one in (module, alone):
+        one.scale = nn.Parameter(torch.arange(3.0))
+    if asked == "unshard":
+        module.unshard()
+    with torch.no_grad(), fsdp2.use_weights(module) if asked == "use_weights" else nullcontext():
+        torch.testing.assert_close(module.linear.weight * module.scale, alone.linear.weight * alone.scale)
+    module.reshard()
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 @on_ranks(1, 2, 4)

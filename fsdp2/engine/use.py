@@ -78,7 +78,9 @@ def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
     Autograd calls the innermost hooks alone. So these pass what is not theirs on to those around the block: those of a
     checkpoint, which saves nothing, of ``save_on_cpu``, or of another such block.
     """
-    owners = {_memory(param.full): unit for group, unit in used.items() for param in group.params}
+    fulls = [(param.full, unit) for group, unit in used.items() for param in group.params]
+    # There are none yet if summon_full_params shows parameters that were never gathered.
+    owners = {_memory(full): unit for full, unit in fulls if full is not None}
     around = hooks_of_saved_tensors()
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -99,6 +101,10 @@ def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
     return pack, unpack
 
 
-def _memory(tensor: Any) -> torch.UntypedStorage:
-    """Return the storage object of ``tensor``, which stays the same while its memory comes and goes."""
-    return on_this_rank(tensor).untyped_storage()
+def _memory(tensor: Any) -> torch.UntypedStorage | None:
+    """Return the storage object of ``tensor``, which stays the same while its memory comes and goes.
+
+    None for one without a single storage, such as a sparse tensor, which is no full parameter.
+    """
+    own = on_this_rank(tensor)
+    return own.untyped_storage() if own.layout is torch.strided else None

@@ -209,6 +209,34 @@ def test_a_loss_without_a_backward_frees_the_model(rank, world):
     assert loss.requires_grad
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
+def test_a_product_with_a_sparse_matrix(rank, world, kind):
+    """Autograd saves the matrix, such as a graph's neighbours. The block asked every saved tensor for its storage:
+    ``NotImplementedError: Cannot access storage of SparseTensorImpl``."""
+    model, whole = beside_one_process(Speaker, lambda m: [m.head])
+    matrix = getattr(torch.eye(5) + torch.ones(5, 5).triu(2), kind)()
+    for one in (model, whole):
+        with fsdp2.use_weights(one.head) if one is model else contextlib.nullcontext():
+            loss = (matrix @ one.head.weight).square().mean()
+        loss.backward()
+    assert_gradients(model, whole)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("before", ["nothing", "a forward"])
+def test_a_block_inside_of_a_summoning(rank, world, before):
+    """The parameters are full already. Unless the model had run before, a metric that uses them in a block ended with
+    ``'NoneType' object has no attribute 'untyped_storage'``."""
+    model, whole = beside_one_process(Speaker, lambda m: [m.head])
+    if before == "a forward":
+        with torch.no_grad():
+            model(batch(0, rank)[0])
+    with torch.no_grad(), fsdp2.summon_full_params(model, writeback=False), fsdp2.use_weights(model) as used:
+        torch.testing.assert_close(used.head.weight.norm(), whole.head.weight.norm())
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 @on_ranks(2)
 def test_weights_of_a_plain_module_are_refused(rank, world):
     with pytest.raises(ValueError, match="no parameter of Speaker is managed by fsdp2.fully_shard"):

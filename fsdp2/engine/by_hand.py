@@ -46,7 +46,7 @@ def _gather_in_pass(groups: list[FSDPParamGroup], run: Pass) -> None:
     _start(groups, run.launch, in_backward=run.in_backward)
     if run.in_forward:
         for group in groups:
-            group.residency.note_ahead(loud=False)  # the caller has chosen this place, which quiet uses trust
+            group.residency.note_gathered()  # not loud: the caller has chosen this place, which quiet uses trust
 
 
 def _free_outdated(group: FSDPParamGroup, *, compared: bool) -> None:

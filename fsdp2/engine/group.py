@@ -309,6 +309,8 @@ class FSDPParamGroup:
         if not run.in_backward and (self._used_by is None or not self._used_by.is_running):
             self._used_by = run
         self._unshard_for_compute(run.launch, in_backward=False)
+        if self.after_forward is False:
+            self.residency.note_gathered()  # not when it is left: units below may have written to its shards by then
         if first and not run.in_backward:
             self.residency.compare_on_device()
         self.residency.note_forward()

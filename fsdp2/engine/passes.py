@@ -117,7 +117,7 @@ class Pass:
         """Start gathering what is needed later in the pass; if ranks may skip units, it may be left for later."""
         group.start_unshard(self.launch, in_backward=self.in_backward, optional=True)
         if self.in_forward:
-            group.residency.note_ahead(loud=not self.quietly)
+            group.residency.note_gathered(loud=not self.quietly)
 
     def end(self) -> None:
         """End the pass. This rank may first have to join collectives that other ranks wait for."""

@@ -267,12 +267,12 @@ class Residency:
         elif self.shown != "full":
             self.show("full")
 
-    def note_ahead(self, *, loud: bool) -> None:
-        """Stamp a gather that a forward started ahead: before its use it may update a teacher, or step an optimizer.
+    def note_gathered(self, *, loud: bool = False) -> None:
+        """Stamp what a forward has gathered ahead, or will leave: meanwhile it may step an optimizer, or write itself.
 
-        ``loud``: it was started by a use that was not quiet.
+        ``loud``: it was gathered ahead by a use that was not quiet.
         """
-        if self.level is Level.GATHERING and self._stamp is None:
+        if self.in_memory and self._stamp is None:
             self._stamp, self._loud = self._new_stamp(), loud
 
     @_trace.profiled("all_gather")

@@ -34,6 +34,40 @@ def train_both(module: Any, alone: Any, steps: int = 3) -> None:
             torch.testing.assert_close(module(INPUTS), alone(INPUTS))
 
 
+# ---- shards of the root that a forward writes ----
+
+
+class Drifting(nn.Module):
+    """Changes a weight of its own in some forward, when it has computed with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.block = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+        self.written: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.block(x * self.scale)
+        with torch.no_grad():
+            for weight in self.written:
+                weight.mul_(0.5)
+        return y
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_write_to_shards_of_the_root(rank, world, step, grad):
+    """The root stays in memory behind a forward. Later ones computed with its old weights if the first one had written
+    to its shards: these were looked at when the forward was over."""
+    module, alone = beside_one_process(Drifting, lambda model: [model.block])
+    shards = [model.scale for model in (module, alone)]
+    for number in range(3):
+        for model, shard in zip((module, alone), shards):
+            model.written = [shard] if number == step else []
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(module(INPUTS), alone(INPUTS))
+
+
 # ---- full parameters that a forward writes between two calls ----
 
 

@@ -255,7 +255,7 @@ def _check_modules(module: Any) -> tuple[nn.Module, ...]:
                 "Call fully_shard on each module in it, or pass them as a list to make one unit of them"
             )
     inside = {child for m in given for child in m.modules() if child is not m}
-    modules = tuple(m for m in given if m not in inside)
+    modules = tuple(dict.fromkeys(m for m in given if m not in inside))  # a shared module may be listed under two names
     for m in modules:
         if get_state(m) is not None or "fully_shard" in apis_of(m):
             raise AssertionError(

@@ -139,6 +139,18 @@ def test_a_member_left_out(rank, world):
 
 @api.fsdp2_only
 @on_ranks(2)
+def test_a_member_listed_twice(rank, world):
+    """A list that has a module under two names raised torch's "Inserting ... more than once" after it was cut."""
+
+    def prepare(module, fsdp):
+        fsdp.fully_shard([module.norm, module.head, module.norm], mesh=mesh_1d())
+        fsdp.fully_shard(module, mesh=mesh_1d())
+
+    assert_parity(prepare, build=Chunked, against=("alone",))
+
+
+@api.fsdp2_only
+@on_ranks(2)
 @pytest.mark.parametrize("reduced", [True, False])
 def test_zero_grad_of_one_member(rank, world, reduced):
     """``zero_grad()`` of one module of a grouped call dropped the gradients of the others, reduced or not."""

@@ -171,11 +171,11 @@ class DataParallelMesh:
             )
         if self.shard.group is None or self.mesh.ndim == 1 or mesh_order(self.mesh):
             return  # no columns, or process groups in the mesh's own order
-        listed = self.mesh.mesh
-        places = listed.argsort(1)
-        if not places.eq(places[0]).all():
+        with without_dispatch():  # under FakeTensorMode too
+            rows: list[list[int]] = self.mesh.mesh.tolist()
+        if len({tuple(sorted(range(len(row)), key=row.__getitem__)) for row in rows}) > 1:
             raise ValueError(
-                f"fully_shard: the mesh {self.mesh} lists the ranks {listed.tolist()}, but its process groups sort "
+                f"fully_shard: the mesh {self.mesh} lists the ranks {rows}, but its process groups sort "
                 "them, so the ranks of one column, which average their gradients, hold different pieces; list the "
                 "ranks of every row in ascending order, or make the mesh with preserve_rank_order=True (torch 2.15)"
             )
@@ -403,14 +403,14 @@ def shard_first(mesh: DeviceMesh) -> DeviceMesh:
     order = (1, 0, *range(2, mesh.ndim))
     names = mesh.mesh_dim_names
     assert names is not None  # torch demands them of a mesh of two dimensions
-    made = DeviceMesh.from_group(
-        [mesh.get_group(dim) for dim in order],
-        mesh.device_type,
-        mesh=mesh.mesh.permute(order).contiguous(),
-        mesh_dim_names=tuple(names[dim] for dim in order),
-    )
-    cache[world] = made
-    return made
+    with without_dispatch():
+        cache[world] = DeviceMesh.from_group(
+            [mesh.get_group(dim) for dim in order],
+            mesh.device_type,
+            mesh=mesh.mesh.permute(order).contiguous(),
+            mesh_dim_names=tuple(names[dim] for dim in order),
+        )
+    return cache[world]
 
 
 def regroup(mesh: DeviceMesh, size: int) -> DeviceMesh:

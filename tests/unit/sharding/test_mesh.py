@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from inspect import signature
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2.policies import DataParallelMeshDims
-from fsdp2.sharding.mesh import Axis, DataParallelMesh, default_mesh, regroup, regroup_within
+from fsdp2.sharding.mesh import Axis, DataParallelMesh, default_mesh, listed_ranks, regroup, regroup_within
 from fsdp2.sharding.platform import Platform, platform, simulated, using
 from tests.support.fake import fake_mesh
 from tests.unit.meshes import gloo_mesh
@@ -187,6 +189,19 @@ def test_a_mesh_without_this_rank_is_refused() -> None:
 
 
 # ---- default and regrouped meshes ----
+
+
+def test_meshes_are_looked_at_as_they_are_under_fake_tensor_mode() -> None:
+    """A mesh of two dimensions raised "Please convert all Tensors to FakeTensors first" there."""
+    names = "replicate", "shard"
+    with fake_mesh(2, 2, names=names, rank=1) as mesh:
+        mixed = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=names)
+        with FakeTensorMode():
+            whole = DataParallelMesh.from_mesh(mesh)
+            assert (whole.replicate.rank, whole.shard.rank) == (0, 1)
+            assert listed_ranks(whole.over_replicas().mesh_of_shards) == [0, 2, 1, 3]
+            with pytest.raises(ValueError, match=re.escape("lists the ranks [[0, 1], [3, 2]]")):
+                DataParallelMesh.from_mesh(mixed)
 
 
 def test_the_default_mesh_is_one_per_process_group() -> None:

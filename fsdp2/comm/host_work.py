@@ -7,7 +7,7 @@ import os
 import queue
 from collections.abc import Iterator
 from datetime import timedelta
-from threading import Lock, Thread
+from threading import Event, Thread
 from typing import Protocol
 
 import torch.distributed as dist
@@ -80,25 +80,24 @@ class _WaitElsewhere:
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
-        self._done: Lock | None = None
+        self._done = Event()
+        self._is_queued = False
         self._is_waited_for = False  # a thread has come to it
         self._error: Exception | None = None
 
     def is_completed(self) -> bool:
-        return self._done is not None and not self._done.locked()
+        return self._done.is_set()
 
     def wait(self, limit: timedelta) -> None:
-        if self._done is None:
-            self._done = Lock()
-            self._done.acquire()
+        if not self._is_queued:
             self._waits.put(self)
+            self._is_queued = True  # afterwards: if an interrupt comes between the two, it is only waited for twice
             if _WaitElsewhere._thread is None:
                 self._start_thread()
-        if not self._done.acquire(timeout=limit.total_seconds()):
+        if not self._done.wait(limit.total_seconds()):
             if not self._is_waited_for:
                 self._start_thread()  # the other is at a work that an error has left, and that may never end
             raise RuntimeError("not done yet")
-        self._done.release()
         if self._error is not None:
             raise self._error
 
@@ -113,13 +112,12 @@ class _WaitElsewhere:
             cls._waits.get()._finish()
 
     def _finish(self) -> None:
-        assert self._done is not None
         self._is_waited_for = True
         try:
             self._work.wait()
         except Exception as error:  # of any type: the thread must live on, and whoever waits must learn of it
             self._error = error
-        self._done.release()
+        self._done.set()
 
     @classmethod
     def forget_thread(cls) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import sys
 import threading
+import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -166,6 +169,42 @@ def test_any_exception_of_a_wait_elsewhere_is_raised_here(monkeypatch: pytest.Mo
     waiter.start()
     waiter.join(60)  # far more than a busy machine needs, and it ends at once where it is right
     assert seen == ["an error of another kind", "done"]
+
+
+@pytest.mark.parametrize("line", range(24))
+def test_an_interrupted_wait_elsewhere_can_be_waited_for_again(monkeypatch: pytest.MonkeyPatch, line: int) -> None:
+    """``reset_iter_state()`` waits for what an interrupt has left; after one at the wrong line it waited for ever.
+
+    That line was before the thread had the collective, or after the end of the collective had been noticed.
+    """
+    for name, value in (("_thread", None), ("_waits", queue.SimpleQueue())):
+        monkeypatch.setattr(host_work._WaitElsewhere, name, value)
+    monkeypatch.setattr(host_work, "_SLICE", timedelta(seconds=0.01))
+    monkeypatch.setattr(host_work, "_observer", host_work._observer)
+    work, steps = HostWork(AtOnce(), takes_limit=False), iter(range(line + 1))
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename != host_work.__file__:
+            return None
+        if event == "line" and next(steps, line) == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    with suppress(KeyboardInterrupt):
+        work.wait()
+    sys.settrace(before)
+    deadline = time.monotonic() + 60  # it ends at once where it is right
+
+    class Ends(Observer):
+        def waiting(self) -> None:
+            assert time.monotonic() < deadline
+
+    observe_waits(Ends())
+    work.wait()
+    work.wait()
 
 
 def test_a_forked_process_waits_in_a_thread_of_its_own() -> None:

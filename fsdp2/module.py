@@ -14,6 +14,7 @@ from torch.distributed.fsdp import UnshardHandle
 from typing_extensions import deprecated
 
 from fsdp2._naming import class_name, original_class
+from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.comm.collectives import in_memory_of_groups, in_symmetric_memory
 from fsdp2.comm.streams import Lane
 from fsdp2.compression.collectives import compress
@@ -59,6 +60,7 @@ class FSDPModule(TorchFSDPModule):
 
     # ---- gather and free ----
 
+    @outside_dynamo
     def unshard(self, async_op: bool = False, *, recurse: bool = False) -> UnshardHandle | None:
         """Gather this module's own parameters, and with ``recurse`` those of all units below it.
 
@@ -90,6 +92,7 @@ class FSDPModule(TorchFSDPModule):
         handle.wait()
         return None
 
+    @outside_dynamo
     def reshard(self, *, recurse: bool = False) -> None:
         """Free this module's own full parameters, with ``recurse`` those of all units below too, and show the shards.
 
@@ -730,6 +733,7 @@ class _Unsharding(UnshardHandle):
     def __init__(self, groups: list[FSDPParamGroup]) -> None:
         self._groups = groups
 
+    @outside_dynamo
     def wait(self) -> None:
         """Wait for the gathers, and show the full parameters on their modules."""
         groups, self._groups = self._groups, []

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp2._torch.autograd import hooks_of_saved_tensors
+from fsdp2._torch.hooks import outside_dynamo, skipped_by_dynamo
 from fsdp2.engine.by_hand import gather_by_hand
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import groups_below
@@ -19,7 +20,9 @@ from fsdp2.sharding.spec import on_this_rank
 __all__ = ["use_weights"]
 
 
+@outside_dynamo
 @contextlib.contextmanager
+@skipped_by_dynamo
 def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     """Make the parameters of ``module`` full inside a ``with`` block, in the dtype that forward computes with.
 
@@ -83,6 +86,7 @@ def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
     owners = {_memory(full): unit for full, unit in fulls if full is not None}
     around = hooks_of_saved_tensors()
 
+    @skipped_by_dynamo
     def pack(tensor: torch.Tensor) -> Any:
         owner = owners.get(_memory(tensor))
         if owner is not None:
@@ -90,6 +94,7 @@ def _saving(used: dict[FSDPParamGroup, FSDPState]) -> tuple[Any, Any]:
         # A node that saves its own result (tanh, a softmax) would be held by it, and without a backward never be freed.
         return tensor.detach() if around is None else around[0](tensor), None
 
+    @skipped_by_dynamo
     def unpack(packed: Any) -> torch.Tensor:
         tensor, owner = packed
         if owner is not None:

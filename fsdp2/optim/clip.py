@@ -21,6 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from fsdp2._torch.hooks import outside_dynamo
 from fsdp2.comm.collectives import all_reduce, all_reduce_max
 from fsdp2.engine.index import mesh_around, param_of
 from fsdp2.engine.param import is_managed_tensor, is_temporary
@@ -39,6 +40,7 @@ _PLAIN: _Cut = (None, (), False)
 _Buckets = dict[tuple[torch.device, torch.dtype, _Cut], list[torch.Tensor]]
 
 
+@outside_dynamo  # a compiled step calls it: meshes and collectives are not for Dynamo
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2._torch.hooks import outside_dynamo, skipped_by_dynamo
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Place, Selection, ranks_of, select
 from fsdp2.weights.transfer import bucket_bytes, check_cast
@@ -16,6 +17,7 @@ from fsdp2.weights.whole import Source, check_gatherable, gather_whole
 __all__ = ["iter_full_params"]
 
 
+@outside_dynamo
 def iter_full_params(
     module: nn.Module,
     *,
@@ -67,6 +69,7 @@ def iter_full_params(
     return _iterate(module, selection, limit, dtype, where, buffers)
 
 
+@skipped_by_dynamo
 def _iterate(
     module: nn.Module,
     selection: Selection,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2._torch.hooks import outside_dynamo, skipped_by_dynamo
 from fsdp2.autograd.hooks import hook_gradient
 from fsdp2.engine.param import FSDPParam, lend_gradient, proxy
 from fsdp2.engine.passes import backward_runs
@@ -21,7 +22,9 @@ from fsdp2.weights.whole import Source, check_gatherable, check_same, gather_who
 __all__ = ["summon_full_params"]
 
 
+@outside_dynamo
 @contextmanager
+@skipped_by_dynamo
 def summon_full_params(
     module: nn.Module,
     recurse: bool = True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from torch._higher_order_ops.scan import scan
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import fsdp2
 from tests.grouping.models import Net
 from tests.step.test_tensor_parallel import language, llama, sharded
 from tests.support import api
@@ -180,6 +182,68 @@ def test_a_backward_inside_a_compiled_function(rank, world):
         warnings.simplefilter("always")
         assert_same_training(on_one_axis, build=Mixed, program=whole_step, against="alone")
     assert not [str(one.message) for one in caught if "Dynamo" in str(one.message)]
+    codes = [code() for code in torch._dynamo.convert_frame.input_codes.seen]
+    files = {code.co_filename for code in codes if code is not None}
+    assert files and not [file for file in files if Path(file).is_relative_to(Path(api.ours.__file__).parent)]
+
+
+def clipped(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A norm of gradients after a backward."""
+    model(x).square().mean().backward()
+    return fsdp2.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def fused(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss that uses a weight outside forward."""
+    hidden = model(x)
+    with fsdp2.use_weights(model):
+        loss = nn.functional.linear(hidden, model.second.weight).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def summoned(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """An evaluation with full parameters."""
+    with torch.no_grad(), fsdp2.summon_full_params(model):
+        model.second.weight.mul_(2)
+        return model(x)
+
+
+def exported(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The sum of all weights."""
+    return sum(weight.square().sum() for _, weight in fsdp2.iter_full_params(model)) + 0 * x.sum()
+
+
+def gathered(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """An evaluation with parameters that are gathered before and freed after it."""
+    with torch.no_grad():
+        handle = model.unshard(async_op=True)
+        y = model(x)
+        handle.wait()
+        y = nn.functional.linear(y, model.second.weight)
+        model.reshard()
+        return y
+
+
+@on_ranks(2, limit=180)
+@composes("compile")
+@pytest.mark.parametrize("called", [clipped, fused, summoned, exported, gathered])
+def test_what_a_compiled_function_calls(rank, world, called):
+    """A step or an evaluation that is compiled calls functions of ours. Dynamo traced them into meshes and collectives,
+    and raised errors of its own: "'dict' object has no attribute 'node'", in a file of ours."""
+    torch.manual_seed(0)
+    eager = Mixed()
+    compiled = copy.deepcopy(eager)
+    for model in (eager, compiled):
+        fsdp2.fully_shard(model)
+    x = torch.ones(2, WIDTH) * (rank + 1)
+    torch._dynamo.reset()
+    function = torch.compile(called, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(function(compiled, x), called(eager, x))
+    for one, other in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one.grad, other.grad)
     codes = [code() for code in torch._dynamo.convert_frame.input_codes.seen]
     files = {code.co_filename for code in codes if code is not None}
     assert files and not [file for file in files if Path(file).is_relative_to(Path(api.ours.__file__).parent)]

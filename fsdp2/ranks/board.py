@@ -63,6 +63,12 @@ def latest(history: History) -> str:
     return str(json.loads(text)[0]) if text.startswith("[") else text
 
 
+def _reached(history: History) -> list[int]:
+    """Return how far a rank has come: a position, and the number of collectives there. It grows, on all ranks alike."""
+    at = history.position()
+    return [] if at is None else [*at, len(history.digests(*at) or ())]
+
+
 def _apart(entry: dict[str, Any], history: History) -> list[int] | None:
     """Return the position to which one of two ranks came directly, while the other went to another root first."""
     theirs, ours = tuple(entry["at"]), history.position()
@@ -100,7 +106,8 @@ class Board:
     | board                  | what one rank did, if ranks differ ("parted"), or an error for all ("failure")       |
     | did/RANK               | what this rank did if ranks differ                                                   |
     | read                   | how many ranks have read the error                                                   |
-    | ended                  | what the first rank that ended without an error did last                             |
+    | ended                  | of ranks that ended without an error, the one that came least far: what it did last, |
+    |                        | in words, and its epoch, pass number and count of collectives                        |
     """
 
     def __init__(
@@ -194,7 +201,23 @@ class Board:
 
     def ended(self) -> str:
         """Return the text of a rank that ended, or "" if none did."""
-        return self._keys.read("ended") or ""
+        return self._ended()[0]
+
+    def _ended(self) -> tuple[str, list[int]]:
+        """Return the text of a rank that ended, and how far it came."""
+        text, reached = json.loads(self._keys.read("ended") or '["", []]')
+        return text, reached
+
+    def refuse_ended(self, history: History) -> None:
+        """Look whether this rank waits on its device for one that ended.
+
+        Raises:
+            RuntimeError: A rank ended, and has not launched what this one has.
+        """
+        text, reached = self._ended()
+        if text and reached < _reached(history):
+            self.check()
+            self.fail(self._without(text, history))
 
     def _without(self, ended: str, history: History) -> str:
         """Return the error text of a rank that waits for one that ended, which says ``ended``."""
@@ -387,13 +410,17 @@ class Board:
                     self._announce_difference(self._shown, {"parted": None, "epoch": epoch, "by": self.rank}, history)
         self.leave()
 
-    def end(self, text: str, epoch: int | None) -> None:
+    def end(self, text: str, history: History, epoch: int | None) -> None:
         """Tell other ranks that this process ends, so that they do not wait for it.
 
-        With ``epoch``, the number of the next meeting, it ends with an error, which ranks that wait raise.
+        With ``epoch``, the number of the next meeting, it ends with an error, which ranks that wait raise. Otherwise
+        those raise that have launched more than the one which came least far.
         """
-        if epoch is None:
-            self._keys.compare_set("ended", "", text)
-        else:
+        if epoch is not None:
             with contextlib.suppress(RuntimeError):  # the error is this rank's own
                 self.fail(text, epoch)
+            return
+        reached, seen = _reached(history), ""
+        mine = json.dumps([text, reached])
+        while (got := self._keys.compare_set("ended", seen, mine)) != mine and reached < json.loads(got)[1]:
+            seen = got

@@ -120,7 +120,7 @@ class _Process:
             self._incarnations[names] = f"fsdp2/{int(number):x}"
         self._roots[names] += 1
         keys = Keys(self._connections, self._incarnations[names], str(self._roots[names]))
-        self.watch_waits()  # if fully_shard did not, because checks were off then, say
+        self.watch_waits(device)  # if fully_shard did not, because checks were off then, say
         # Not the timeout of the store, which the user may have made shorter for another purpose.
         timeout = max(group_timeout(group, device) for _, group in used)
         board = Board(keys, self.rank, ranks, timeout.total_seconds(), self.others, self._look_at_others)
@@ -132,8 +132,8 @@ class _Process:
             if monitor.board is not board:
                 monitor.board.look(monitor.history, shows=False)
 
-    def watch_waits(self) -> None:
-        """From now on, log where this process waits for a long time, and where all other ranks are.
+    def watch_waits(self, device: torch.device) -> None:
+        """From now on, log where this process, or its ``device``, waits for a long time, and where all other ranks are.
 
         The keys have no incarnation, which only a collective can agree on: it may be that very one in which ranks wait.
         """
@@ -142,7 +142,8 @@ class _Process:
                 return
             world = dist.get_world_size()
             keys = Keys(self._connections, "fsdp2/standstill", str(world))
-            self._standstill = Standstill(keys, self.rank, world, self._doing)
+            on_devices = device.type != "cpu"
+            self._standstill = Standstill(keys, self.rank, world, self._doing, on_devices=on_devices)
         self._standstill.start()
 
     def end_watch(self) -> None:
@@ -186,6 +187,7 @@ class _Process:
                 monitor = monitors[turn % len(monitors)]
                 try:
                     monitor.board.look(monitor.history, shows=False)
+                    monitor.board.refuse_ended(monitor.history)
                 except StoreEnded as error:  # its host may just have finished; a meeting would raise an error
                     logger.debug("rank %d: %s", self.rank, error)
         else:
@@ -209,7 +211,7 @@ class _Process:
                 if monitor.board.failure is None:
                     did = latest(monitor.history)
                     text = f"rank {self.rank} ended{why or (did and f', after {did}')}"
-                    monitor.board.end(text, None if error is None else monitor.log.epoch)
+                    monitor.board.end(text, monitor.history, None if error is None else monitor.log.epoch)
             self._connections.wait_for_readers(_READERS_SECONDS)
         except RuntimeError:
             return  # the process that hosts the store ended first
@@ -269,7 +271,7 @@ def watch_waits(mesh: DataParallelMesh) -> None:
     process = _this_process() if _enabled and mesh.mesh.size() > 1 else None
     if process is not None:
         try:
-            process.watch_waits()
+            process.watch_waits(mesh.device)
         except StoreEnded as error:
             logger.debug("rank %d does not look where others are: %s", process.rank, error)
 

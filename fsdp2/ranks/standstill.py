@@ -4,6 +4,11 @@ The passes of a model are compared (``monitor.py``). A collective that the user'
 ``full_tensor()``, a full state dict or a barrier, belongs to torch, and nobody is told of its start or its end. So a
 thread looks every few seconds where the main thread is. If it has waited in a collective for some seconds, it asks all
 ranks through the store where they are. Each one answers when its own thread looks next, even while it computes.
+
+With NCCL the device waits in the collective, and the main thread for the device, at any line (``loss.item()``). A
+thread that asked the device would spoil a graph that is being captured. So if ranks have devices, one whose main thread
+has stood at one line for long asks too. It is logged only if all ranks stand, and not at the same line: ranks that wait
+for their own devices alone, or load data, do so at the same line.
 """
 
 from __future__ import annotations
@@ -33,13 +38,15 @@ logger = logging.getLogger("fsdp2")
 
 _LOOK_SECONDS = 5.0
 _PATIENCE_SECONDS = 10.0  # a wait that takes so long is asked about
+_STANDING_SECONDS = 20.0  # so is standing at one place, perhaps for a device
 _ANSWER_LOOKS = 4  # looks after which a rank that has not answered does not; it may be late on a busy machine
 _REMEDY = (
-    "Expected: every rank comes to the same collectives in the same order. A full tensor, a full state dict, an "
-    "evaluation and a barrier need all ranks: call them outside of `if rank == 0:`"
+    "Expected: every rank comes to the same collectives in the same order, and runs as many steps as the others. A "
+    "full tensor, a full state dict, an evaluation and a barrier need all ranks: call them outside of `if rank == 0:`"
 )
 _NO_ANSWER = "no answer: it was killed, or hangs outside of Python"
 _NOT_YET = "it has not come to fully_shard"
+_GONE = "has ended"
 _ENDED = -1  # in the place of a question's number: the answer of a rank that has ended
 
 _STANDARD = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib")})
@@ -60,7 +67,7 @@ _DECORATORS = {"wrapper", "inner", "inner_func", "decorate_context", "new_func",
 
 
 _Answer = tuple[str, int | None]
-"""Where a rank is, and for how many seconds it has waited there for others; None: it does not wait."""
+"""Where a rank is, and for how many seconds it has waited or stood there; None: it goes on."""
 
 
 class _Place(NamedTuple):
@@ -114,11 +121,15 @@ class Standstill:
     across these.
     """
 
-    def __init__(self, keys: Keys, rank: int, world: int, doing: Callable[[], str]) -> None:
+    def __init__(
+        self, keys: Keys, rank: int, world: int, doing: Callable[[], str], *, on_devices: bool = False
+    ) -> None:
+        """``on_devices``: it may be a device that waits, at any place of the main thread."""
         self._keys, self._rank, self._world, self._doing = keys, rank, world, doing
+        self._on_devices = on_devices
         self._place = _Place("", False, 0)
         self._since = time.monotonic()
-        self._patience = _PATIENCE_SECONDS  # of waiting, before this rank wants to know where the others are
+        self._patience = _STANDING_SECONDS  # before this rank wants to know where the others are
         self._question = _Question()
         self._answered = 0  # the last question that this rank answered from its present place
         self._ended = Event()
@@ -161,7 +172,7 @@ class Standstill:
         if failed and self.others and launched_collectives() == self._launched:
             text = "rank %d failed where it waited for other ranks. When it last asked, %s. %s"
             logger.error(text, self._rank, self.others, _REMEDY)
-        self._keys.set(f"at/{self._rank}", json.dumps([_ENDED, "has ended", None]))
+        self._keys.set(f"at/{self._rank}", json.dumps([_ENDED, _GONE, None]))
 
     # ---- looking ----
 
@@ -169,7 +180,8 @@ class Standstill:
         """Look where the main thread is, answer the question of another rank, and log what ranks answered to it."""
         place = _place(self._doing)
         if place.visit != self._place.visit or place.waits != self._place.waits:
-            self._since, self._patience = time.monotonic(), _PATIENCE_SECONDS
+            self._since = time.monotonic()
+            self._patience = _PATIENCE_SECONDS if place.waits else _STANDING_SECONDS
             self._answered, self.others, self._launched = 0, "", launched_collectives()
         self._place = place
         asked = self._keys.read("asked")
@@ -179,7 +191,7 @@ class Standstill:
             self._keys.set(f"at/{self._rank}", json.dumps([int(asked), *self._answer()]))
             if not self._question.looks:
                 self._keys.add(f"answered/{self._question.number}", 1)
-        if place.waits:
+        if self._stays:
             self._report()
             if self._seconds >= self._patience:
                 self._ask()
@@ -190,9 +202,15 @@ class Standstill:
     def _seconds(self) -> int:
         return int(time.monotonic() - self._since)
 
+    @property
+    def _stays(self) -> bool:
+        """True if this rank waits for others, or if its device may."""
+        return self._place.waits or (self._on_devices and self._seconds > 0)
+
     def _answer(self) -> _Answer:
-        """Return where this rank is, and for how many seconds it has waited there."""
-        return (f"in {self._place.text}", self._seconds) if self._place.waits else (f"at {self._place.text}", None)
+        """Return where this rank is, and for how many seconds it has stayed there."""
+        text = f"{'in' if self._place.waits else 'at'} {self._place.text}"
+        return text, self._seconds if self._stays else None
 
     # ---- asking ----
 
@@ -236,8 +254,24 @@ class Standstill:
         if number != self._answered:
             return
         self._answered, self._patience = 0, 2.0 * self._seconds
+        if self._place.waits:
+            what = "waits for other ranks"
+        elif _none_goes_on([*answers.values()]):
+            what = "does not go on, and no other rank does: their devices may wait for each other"
+        else:
+            return
         self.others = _in_words(answers, self._rank)
-        logger.warning("rank %d waits for other ranks. R%s. %s", self._rank, self.others[1:], _REMEDY)
+        logger.warning("rank %d %s. R%s. %s", self._rank, what, self.others[1:], _REMEDY)
+
+
+def _none_goes_on(answers: list[_Answer]) -> bool:
+    """Return whether all ranks that have not ended stay where they are, and not all at one place.
+
+    A rank that waits for one that ended is told by the boards: the last one may just save its checkpoint.
+    """
+    left = [one for one in answers if one[0] != _GONE]
+    stay = [text == _NO_ANSWER or (seconds or 0) >= _PATIENCE_SECONDS for text, seconds in left]
+    return all(stay) and len({text for text, _ in left}) > 1
 
 
 def _in_words(answers: dict[str, _Answer], first: int) -> str:

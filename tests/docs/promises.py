@@ -314,6 +314,13 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "says after about 20 seconds where it waits and where the others are": (
             "tests/ranks/test_standstill.py::test_a_collective_of_one_rank_between_passes",
         ),
+        "and they are not all at the same line, each one says where all are": (
+            "tests/unit/ranks/test_standstill.py::test_devices_that_wait_for_each_other",
+        ),
+        "If they end the process, the others raise an error, and on GPUs log it within seconds": (
+            "tests/ranks/test_kinds_of_store.py::test_the_host_of_the_store_has_fewer_batches",
+            "tests/unit/ranks/test_board.py::test_a_rank_that_launches_more_than_one_that_ended",
+        ),
         "If they differ, every rank raises an error within seconds": (
             PARTING + "test_every_rank_raises_and_names_what_each_does",
         ),

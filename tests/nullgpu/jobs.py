@@ -45,15 +45,23 @@ class Job:
 
 
 def run(
-    world: int, function: Callable[..., Any], *arguments: Any, host_waits_seconds: float = 30.0, backend: str = "nccl"
+    world: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    host_waits_seconds: float = 30.0,
+    hangs_seconds: float = 0.0,
+    backend: str = "nccl",
 ) -> Job:
-    """Run ``function(rank, world, *arguments)`` on so many ranks, and return how that ended."""
+    """Run ``function(rank, world, *arguments)`` on so many ranks, and return how that ended.
+
+    A host that waits for what never comes gets an error after ``hangs_seconds``, where a GPU would hang.
+    """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        given = (world, store.port, name, host_waits_seconds, backend, function, arguments)
+        given = (world, store.port, name, (host_waits_seconds, hangs_seconds), backend, function, arguments)
         processes = [context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(world)]
         for process in processes:
             process.start()
@@ -72,12 +80,13 @@ def _rank(
     world: int,
     port: int,
     folder: str,
-    limit: float,
+    waits: tuple[float, float],
     backend: str,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    os.environ |= {"NULLGPU_SHARED": folder, "NULLGPU_LIMIT": str(limit), "LOCAL_RANK": str(rank)}
+    limit, hangs = map(str, waits)
+    os.environ |= {"NULLGPU_SHARED": folder, "NULLGPU_LIMIT": limit, "NULLGPU_HANGS": hangs, "LOCAL_RANK": str(rank)}
     error = ""
     try:
         torch.cuda.set_device(rank)

@@ -7,10 +7,14 @@ for each collective by itself.
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 import pickle
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +27,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
+from fsdp2.ranks import standstill
+from fsdp2.ranks.process import _processes as processes
 from tests.nullgpu.jobs import run
 from tests.nullgpu.test_runs import MIXED, WIDTH, Block, sharded
 from tests.support import host_parts
@@ -251,6 +257,66 @@ def test_one_rank_of_a_replica_evaluates():
     """Every rank raises and names what those of its replica do. NCCL would have matched unlike collectives."""
     job = run(4, evaluates, True, host_waits_seconds=3.0)
     assert all("rank 0: evaluation; rank 1: training" in error for error in job.errors), job.errors
+
+
+def logged(rank: int, world: int) -> None:
+    """Let the process end as soon as all ranks have logged something, which is then their error: the host waits."""
+    store = dist.distributed_c10d._get_default_store().clone()
+
+    class Ends(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            """Take what a thread has logged."""
+            store.set(f"logged/{rank}", "")
+            store.wait([f"logged/{other}" for other in range(world)])
+            Path(os.environ["NULLGPU_SHARED"], f"rank-{rank}").write_text(record.getMessage())
+            os._exit(0)
+
+    logging.getLogger("fsdp2").addHandler(Ends(logging.WARNING))
+
+
+def gathers_alone(rank: int, world: int) -> None:
+    """After a step, rank 0 alone gathers a parameter, and the others go on to a step whose loss they print."""
+    logged(rank, world)
+    model: Any = Skipping().cuda()
+    with mock.patch.multiple(standstill, _LOOK_SECONDS=0.5, _PATIENCE_SECONDS=1.0, _STANDING_SECONDS=2.0):
+        for unit in (*model.layers, model):
+            fsdp2.fully_shard(unit, mesh=init_device_mesh("cuda", (world,)))
+        for _ in range(2):
+            loss = model(torch.randn(4, WIDTH, device="cuda")).sum()
+            loss.backward()
+            loss.item()
+            if rank == 0:
+                model.layers[0].up.weight.full_tensor().cpu()
+
+
+def test_one_rank_gathers_a_parameter():
+    """The most common way to hang: no host waits in a collective, so ranks waited for the timeout without a word."""
+    gathers = "Rank 0: at .*test_ranks.py:\\d+, for \\d+ s"
+    job = run(2, gathers_alone, host_waits_seconds=140.0, hangs_seconds=140.0)
+    assert all("their devices may wait for each other" in error for error in job.errors), job.errors
+    assert re.search(gathers, job.errors[0]), job.errors
+
+
+def trains_once_more(rank: int, world: int) -> None:
+    """Rank 0 has one batch more than the others, which have ended by then."""
+    model: Any = Skipping().cuda()
+    for unit in (*model.layers, model):
+        fsdp2.fully_shard(unit, mesh=init_device_mesh("cuda", (world,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        step(model, optimizer, 0, waits=False)
+    if rank == 0:
+        logged(rank, 1)
+        step(model, optimizer, 0, waits=True)
+    for process in [*processes.values()]:  # as at the end of a process
+        process.leave()
+
+
+def test_one_batch_more():
+    """The host waited for the others, which had ended, until the timeout, and nothing said so."""
+    job = run(2, trains_once_more, host_waits_seconds=140.0, hangs_seconds=140.0)
+    assert job.errors[0].startswith("rank 0: rank 1 ended, after ") and "drop_last=True" in job.errors[0], job.errors
+    assert not job.errors[1], job.errors
 
 
 class Scaled(nn.Module):

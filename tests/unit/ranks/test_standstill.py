@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from fsdp2.ranks import standstill
 from fsdp2.ranks.standstill import Standstill
+from fsdp2.ranks.store import Connections, Keys
 from tests.unit.meshes import gloo_mesh
 
 
@@ -46,3 +51,48 @@ def test_a_question_from_before_a_restart_is_forgotten() -> None:
         starting.start()
         starting.stop()
     assert mock.call("asked") in keys.delete.call_args_list
+
+
+def standing(line: int) -> Iterator[standstill._Place]:
+    """A rank that waits for its device, at one line."""
+    return itertools.repeat(standstill._Place(f"train.py:{line}", False, 1))
+
+
+def going_on(line: int) -> Iterator[standstill._Place]:
+    """A rank that passes a line again and again."""
+    return (standstill._Place(f"train.py:{line}", False, visit) for visit in itertools.count())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "logs"),
+    [
+        ([standing(7), standing(9)], True),
+        ([standing(7), standing(7)], False),
+        ([standing(7), going_on(9)], False),
+        ([standing(7), None], False),
+        ([standing(7), standing(9), None], True),
+    ],
+    ids=["at different lines", "at one line", "one goes on", "one has ended", "one of three has ended"],
+)
+def test_devices_that_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ranks: list[Any], logs: bool
+) -> None:
+    """With NCCL no main thread waits in a collective, and ``if rank == 0: weight.full_tensor()`` hung without a word. A
+    long step, a slow batch and a rank that saves its checkpoint last are nothing to be told of."""
+    now, place = 0.0, standing(0)
+    monkeypatch.setattr(standstill, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(standstill, "_place", lambda doing: next(place))
+    keys = Keys(Connections(dist.HashStore()), "job", "standstill")
+    watches = [Standstill(keys, rank, len(ranks), str, on_devices=True) for rank in range(len(ranks))]
+    for rank, other in enumerate(ranks):
+        if other is None:
+            keys.set(f"at/{rank}", f'[{standstill._ENDED}, "{standstill._GONE}", null]')
+    for _ in range(40):
+        now += standstill._LOOK_SECONDS
+        for watch, other in zip(watches, ranks):
+            if other is not None:
+                place = other
+                watch.look()
+    where = r"rank 0 does not go on, .* Rank 0: at train.py:7, for \d+ s; rank 1: at train.py:9, for \d+ s"
+    assert bool(caplog.messages) == logs
+    assert not logs or re.match(where, caplog.messages[0]), caplog.messages

@@ -81,7 +81,10 @@ def hook_forward(
 
 
 def hook_error(module: nn.Module, left: Callable[..., None]) -> None:
-    """Call ``left(module, args, None)`` when an exception leaves the forward of ``module``, and after each forward."""
+    """Call ``left(module, args, output)`` after each forward of ``module``, also when an exception leaves it.
+
+    ``output`` is None then, unless a forward hook has raised the exception.
+    """
     module.register_forward_hook(left, always_call=True)
 
 

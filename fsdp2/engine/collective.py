@@ -36,7 +36,7 @@ class ObservedGroup(Protocol):
 
 CollectiveKind = Literal[
     "gather",
-    "gather over replicas",  # at the beginning of a pass, of the groups in PassKind.portions
+    "gather over replicas",  # when a pass begins, of the groups in PassKind.portions; of others at their use
     "reduce",
     "end",  # of the pass
     "broken off",  # only in lists that ranks compare, in the place of the end

@@ -109,7 +109,8 @@ class Joining:
             return False
         if collective.kind == "gather":
             return self._can_join_gather(run, group)
-        # All ranks launch a "gather over replicas" when their pass begins.
+        # All ranks launch a "gather over replicas" when their pass begins. Not those of a teacher, whose portions are
+        # gathered when it is used: ranks that differ in that raise.
         return collective.kind == "reduce" and self._can_join_reduction(run, group, planned)
 
     def join_before_end(self, run: JoiningPass) -> None:

@@ -136,9 +136,10 @@ class RankMonitor:
         """
         if kind.name not in _GUESSED or self.log.has_schedule(kind) or self._agrees:
             return None
-        portions = [Collective("gather over replicas", self._root.groups[number]) for number in kind.portions]
-        groups = [group for group in self._root.groups if group.mesh.shard.size > 1]
-        return [*portions, *(Collective("gather", group, group.store.formats_digest) for group in groups), END]
+        groups = self._root.groups
+        portions = [Collective("gather over replicas", groups[number]) for number in kind.portions]
+        gathered = [group for group in groups if group.mesh.shard.size > 1]
+        return [*portions, *(Collective("gather", group, group.store.formats_digest) for group in gathered), END]
 
     def end(self) -> None:
         """Note that the pass is over. If it was unscheduled, the ranks meet and compare its collectives."""

@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatch
 from typing import Any
 
 from torch import nn
@@ -43,6 +42,7 @@ from fsdp2.policies import (
     OffloadPolicy,
     PolicyOf,
     Tied,
+    fits,
     offload_by_name,
     policy_by_name,
 )
@@ -337,7 +337,7 @@ def _check_names(modules: tuple[nn.Module, ...], offload: Any) -> None:
     if not isinstance(offload, Mapping):
         return
     names = [name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)]
-    unknown = [pattern for pattern in offload if pattern and not any(fnmatch(name, pattern) for name in names)]
+    unknown = [pattern for pattern in offload if pattern and not any(fits(name, pattern) for name in names)]
     if unknown:
         raise ValueError(
             f"fully_shard: offload_policy: {unknown[0]!r} matches no parameter; expected names in "

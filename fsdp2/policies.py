@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -41,6 +41,7 @@ __all__ = [
     "UnshardHandle",
     "WireFormat",
     "check_dtypes",
+    "fits",
     "offload_by_name",
     "policy_by_name",
     "policy_for",
@@ -154,13 +155,18 @@ Tied = Mapping[str, Sequence[str]]
 _Policy = TypeVar("_Policy")
 
 
+def fits(name: str, pattern: str) -> bool:
+    """Return whether ``pattern`` stands for ``name``: it is the name, which may have brackets, or it matches it."""
+    return name == pattern or fnmatchcase(name, pattern)
+
+
 def _by_pattern(policies: Mapping[str, _Policy], default: _Policy, tied: Tied) -> Callable[[str], _Policy]:
     """Return the first of ``policies`` whose pattern matches a name of the parameter, as a function of any of them."""
     patterns = {pattern: policy for pattern, policy in policies.items() if pattern}
 
     def of(name: str) -> _Policy:
         names = tied.get(name, (name,) if name else ())
-        found = (p for pattern, p in patterns.items() if any(fnmatch(one, pattern) for one in names))
+        found = (p for pattern, p in patterns.items() if any(fits(one, pattern) for one in names))
         return next(found, default)
 
     return of

@@ -117,6 +117,19 @@ def test_any_name_of_a_tied_parameter(name, policy):
         assert module.head.bias.dtype == torch.bfloat16
 
 
+def test_names_with_brackets():
+    """In a pattern they stand for one of several characters, so the name in full fitted nothing: a budget was refused,
+    and ``mp_policy`` had no effect on the parameter."""
+    module = nn.ParameterDict({"[a]": torch.zeros(100), "b": torch.zeros(10)})
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    budget = cpu_offload_by_budget(module, 400, pin_memory=False)
+    with fake_mesh(2) as mesh:
+        fsdp2.fully_shard(module, mesh=mesh, offload_policy=budget, mp_policy={"[a]": low})
+        assert homes(module) == {"[a]": True, "b": False}
+        module.unshard()
+        assert (module["[a]"].dtype, module["b"].dtype) == (torch.bfloat16, torch.float32)
+
+
 @on_ranks(2)
 def test_patterns_and_mistakes(rank, world):
     """A pattern stands for several names, "" for all others. A name that matches nothing would leave a parameter on the

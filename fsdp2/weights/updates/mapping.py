@@ -18,11 +18,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
+from fsdp2.policies import fits
 from fsdp2.sharding.boxes import Box, intersect
 from fsdp2.weights.buckets import Entry
 from fsdp2.weights.transfer import check_cast
@@ -181,7 +181,7 @@ def targets_of(
     if not made:
         raise ValueError(f"{where}: the mapping leaves out every tensor; expected some to send; remove a rule")
     for pattern in dtypes:
-        if not any(fnmatchcase(name, pattern) for name in found):
+        if not any(fits(name, pattern) for name in found):
             raise ValueError(
                 f"{where}: dtype has {pattern!r}, which is no name of the engine's and fits none; got names such as "
                 f"{list(found)[:3]}, expected one that fits; remove it"
@@ -191,7 +191,7 @@ def targets_of(
 
 def _cast(target: Target, dtypes: Mapping[str, torch.dtype]) -> Target:
     """Return ``target`` in the engine's dtype; what is not floating-point keeps its own."""
-    dtype = next((dtype for pattern, dtype in dtypes.items() if fnmatchcase(target.name, pattern)), None)
+    dtype = next((dtype for pattern, dtype in dtypes.items() if fits(target.name, pattern)), None)
     if dtype is None or not target.entry.dtype.is_floating_point:
         return target
     return Target(target.name, Entry(target.entry.shape, dtype), target.rows, target.of_stack)

@@ -58,6 +58,7 @@ def test_dtypes() -> None:
     assert found["norm.scale"] == torch.float32 and found["b.q"] == torch.float16 and found["b.k"] == torch.bfloat16
     assert found["count"] == torch.int64
     assert made(None, torch.float8_e4m3fn)["a.q"].entry.dtype == torch.float8_e4m3fn
+    assert made({"a.q": "[q]"}, {"[q]": torch.float16})["[q]"].entry.dtype == torch.float16  # its brackets are a name's
 
 
 @pytest.mark.parametrize(

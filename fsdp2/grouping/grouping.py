@@ -267,11 +267,12 @@ def _make_group(placed: list[Placed], options: GroupOptions, unit: FSDPState) ->
     for entry, param in zip(placed, params):
         param.formats = param.choose_formats(options.formats_of, entry.found.param)
     options = replace(options, offload_policy=placed[0].offload)
-    size = options.reshard_after_forward
-    if not isinstance(size, (bool, type(None))) and (has_extension(pieces[0]) or mesh.shard.size % size):
-        options = replace(options, reshard_after_forward=True)
-    elif not isinstance(size, (bool, type(None))):
-        regroup(mesh.mesh, size)  # makes process groups here, because every rank calls fully_shard
+    if not isinstance(size := options.reshard_after_forward, (bool, type(None))):
+        # A mesh of its own may have as many ranks, where pieces are shards, or a number that ``size`` does not divide.
+        if has_extension(pieces[0]) or mesh.shard.size % size or mesh.shard.size == size:
+            options = replace(options, reshard_after_forward=True)
+        else:
+            regroup(mesh.mesh, size)  # makes process groups here, because every rank calls fully_shard
     store = ShardStore(params, mesh, pieces, options)
     initial = None if mesh.mesh.size() == 1 else (_first_values(placed[0].found.param), Stamp(params))
     group = FSDPParamGroup(store, unit.modules, unit.root.comm, unit.notice_backward, initial=initial)

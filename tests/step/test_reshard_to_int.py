@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import fsdp2
 from tests.support import api
 from tests.support.composition import composes, refuses
 from tests.support.counting import Collectives
@@ -181,6 +183,25 @@ def test_the_setter_changes_it(rank, world):
         module[0].reshard()
         assert module[0].weight.device_mesh.shape == (4,)
     assert shapes == [(2, 2), (4,), None]
+
+
+@api.fsdp2_only
+@on_ranks(4)
+def test_a_parameter_on_a_mesh_of_as_many_ranks(rank, world):
+    """Its pieces would be its shards: it was kept in memory twice, with process groups of its own for that."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("others", "pair"))["pair"]
+    torch.manual_seed(SEED)
+    module = nn.Linear(8, 8)
+    plain = copy.deepcopy(module)
+    place = lambda param: fsdp2.ShardPlacementResult(Shard(0), pairs) if param is module.weight else None
+    api.ours.fully_shard(module, mesh=mesh_1d(), reshard_after_forward=2, shard_placement_fn=place)
+    for model in (plain, module):
+        loss = model(torch.ones(2, 8)).square().sum()
+        if model is module:
+            assert (module.weight.device_mesh.shape, module.bias.device_mesh.shape) == ((2,), (2, 2))
+        loss.backward()
+    for got, expected in zip(module.parameters(), plain.parameters()):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
 
 
 @on_ranks(4)

@@ -31,7 +31,9 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
     with gradients or a backward inside the block frees the parameters of the units that it uses, as everywhere else.
 
     A checkpoint runs its function again in backward, when the block is over: let that function enter ``use_weights``
-    itself, or pass it the parameters as arguments.
+    itself, or pass it the parameters as arguments. An autograd function of your own must save the parameters by
+    ``ctx.save_for_backward``: what it keeps as an attribute is not gathered again. Hooks of saved tensors
+    (``save_on_cpu``) go around the block, not into it.
 
         with fsdp2.use_weights(model.head):
             loss = F.cross_entropy(F.linear(hidden, model.head.weight), targets)

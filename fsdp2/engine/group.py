@@ -313,7 +313,7 @@ class FSDPParamGroup:
             self.residency.note_gathered()  # not when it is left: units below may have written to its shards by then
         if first and not run.in_backward:
             self.residency.compare_on_device()
-        self.residency.note_forward()
+        self.residency.note_forward(first=first)
         if torch.is_grad_enabled():
             self.computed_with = ComputedWith(self)
             self.gradients.watch_all()  # backward may enter by a tensor that left the forward another way

@@ -445,9 +445,14 @@ class Residency:
 
     # ---- a forward, which must not write to full parameters ----
 
-    def note_forward(self) -> None:
-        """Note what the full parameters are before a forward."""
-        self._before_forward = _Before(self.store.generation, self.store.full_versions(), torch.is_grad_enabled())
+    def note_forward(self, *, first: bool) -> None:
+        """Note what the full parameters are before a forward.
+
+        If it is not the ``first`` that is under way, as that of a further member of a grouped call, what was noted
+        before counts: they may have been written since. Unless that was without gradients.
+        """
+        if first or self._before_forward is None or not self._before_forward.trains:
+            self._before_forward = _Before(self.store.generation, self.store.full_versions(), torch.is_grad_enabled())
 
     def refuse_written_in_forward(self) -> None:
         """End a forward that ``note_forward`` has begun.

@@ -163,3 +163,18 @@ def test_zero_grad_of_one_member(rank, world, reduced):
     model.synchronize_gradients()
     assert model[0].weight.grad is None
     torch.testing.assert_close(model[1].bias.grad.full_tensor(), torch.ones(4))
+
+
+@api.fsdp2_only
+@on_ranks(1, 2)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_member_that_writes_to_its_weight(rank, world, order):
+    """``nn.Embedding(max_norm=...)`` was refused as the last member of a forward alone: the next one looked at the
+    weights anew, and the write was lost with the full parameter."""
+    module = nn.ModuleList([nn.Embedding(4, 8, max_norm=0.1), nn.Linear(8, 8)])
+    root = nn.Sequential(module)
+    root.forward = lambda: [module[i](torch.arange(2) if i == 0 else torch.ones(2, 8)) for i in order]
+    api.ours.fully_shard([*module], mesh=mesh_1d())
+    api.ours.fully_shard(root, mesh=mesh_1d())
+    with pytest.raises(RuntimeError, match=r"0\.0\.weight: the forward changed it in place"):
+        root()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdp2._naming import class_name
+from fsdp2.sharding.packing import in_buckets
 from fsdp2.weights.buckets import Entry, Part
 from fsdp2.weights.offers import Mine, Offered, check_copies, gather_offers, joined
 from fsdp2.weights.progress import Progress, showing
@@ -130,14 +131,7 @@ class _Target:
 
     def files(self, tensors: list[Offered]) -> list[list[Offered]]:
         """Distribute ``tensors`` over files; return each file's tensors in the order in which they are written."""
-        files: list[list[Offered]] = [[]]
-        size = 0
-        for tensor in tensors:
-            if files[-1] and size + tensor.entry.nbytes > self.max_bytes:
-                files.append([])
-                size = 0
-            files[-1].append(tensor)
-            size += tensor.entry.nbytes
+        files = list(in_buckets(tensors, lambda tensor: tensor.entry.nbytes, self.max_bytes)) or [[]]
         # The widest dtypes first, so that every tensor is aligned.
         return [sorted(file, key=lambda tensor: -tensor.entry.dtype.itemsize) for file in files]
 

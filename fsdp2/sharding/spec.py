@@ -109,8 +109,7 @@ class ShardedSpec:
             meta = TensorMeta(param.shape, layout.stride, param.dtype)
             return cls._of_layout(layout, mesh, DTensorSpec(mesh.mesh_of_shards, own, tensor_meta=meta))
         full = dtensor_spec(param)
-        factor = 1 if dim is None else full.num_shards_map[dim]
-        own = tuple(_dp_placement(role, dim, factor) for role in mesh.roles)
+        own = tuple(_dp_placement(role, dim, _pieces(full, dim)) for role in mesh.roles)
         whole = concatenate_meshes([mesh.mesh, full.mesh])
         whole = shard_first(whole) if mesh.has_portions else whole
         both = DTensorSpec(whole, (*own, *full.placements), tensor_meta=full.tensor_meta)
@@ -261,12 +260,9 @@ class ShardedSpec:
     def on_subgroup(self, mesh: DataParallelMesh, size: int) -> ShardedSpec:
         """Return the spec for ``size`` neighbours of the shard axis, replicated over the rest."""
         layout = replace(self.layout, ranks=size)
-        dp_dims = mesh.mesh.ndim
         grouped = regroup_within(self.dtensor.mesh, mesh.mesh, size)
-        dim = layout.dim
-        rest = self.dtensor.placements[dp_dims:]
-        shards = [grouped.size(i + 2) for i, p in enumerate(rest) if isinstance(p, Shard) and p.dim == dim]
-        own = (Replicate(), _dp_placement("shard", dim, math.prod(shards)))
+        own = (Replicate(), _dp_placement("shard", layout.dim, _pieces(self.full, layout.dim)))
+        rest = self.dtensor.placements[mesh.mesh.ndim :]
         spec = DTensorSpec(grouped, (*own, *rest), tensor_meta=self.dtensor.tensor_meta)
         return ShardedSpec((Cut(layout, Axis.of(grouped, 1).rank),), spec, self.full, self.dp_dims)
 
@@ -277,6 +273,11 @@ def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     if meta is None or meta.dtype == dtype:
         return spec
     return replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
+
+
+def _pieces(full: DTensorSpec | None, dim: int | None) -> int:
+    """Return the number of pieces into which tensor parallelism cuts the dimension ``dim`` of a full parameter."""
+    return 1 if full is None or dim is None else full.num_shards_map[dim]
 
 
 def _dp_placement(role: str, dim: int | None, factor: int) -> Placement:
@@ -307,8 +308,8 @@ def _on_spmd_mesh(layout: ShardLayout, full: DTensorSpec, mesh: DataParallelMesh
     placements = list(full.placements)
     for i in shard_dims:
         later = range(i + 1, mesh.spmd.ndim)
-        sizes = [mesh.spmd.size(j) for j in later if getattr(full.placements[j], "dim", None) == layout.dim]
-        placements[i] = _dp_placement("shard", layout.dim, math.prod(sizes) if layout.dim is not None else 1)
+        sizes = [mesh.spmd.size(j) for j in later if cut_dim(full.placements[j]) == layout.dim]
+        placements[i] = _dp_placement("shard", layout.dim, math.prod(sizes))
     spec = DTensorSpec(mesh.spmd, tuple(placements), tensor_meta=full.tensor_meta)
     if len(shard_dims) > 1:
         spec = _flatten_shard_dims(spec, mesh, names)

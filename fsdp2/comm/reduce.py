@@ -165,14 +165,6 @@ class ReducePlan:
         return _ReduceScatter(self)
 
 
-def _sends_as_it_is(grads: list[torch.Tensor], row: RowPlan, dtype: torch.dtype) -> bool:
-    """Return whether there is one gradient, whose memory already is one row per rank in ``dtype``."""
-    if len(grads) != 1 or row.padding:
-        return False
-    grad, layout = grads[0], row.layouts[0]
-    return grad.dtype == dtype and layout.rank_major and layout.even and grad.stride() == layout.stride
-
-
 def pack_gradients(grads: list[torch.Tensor], row: RowPlan, rows: torch.Tensor) -> None:
     """Write ``grads`` into ``rows`` (1D, one row per rank), cast to its dtype; padding becomes zero."""
     ranks = row.layouts[0].ranks
@@ -422,8 +414,8 @@ class _EncodedExchange:
         if finished != "together":
             memory.make_room(nbytes)
         with lanes.pack.after(lanes.compute) as packed:
-            if _sends_as_it_is(grads, row, grads[0].dtype):
-                rows = grads[0].as_strided((grads[0].numel(),), (1,))
+            if _lies_as(grads, row, grads[0].dtype):
+                rows = _flat(grads[0])
             else:
                 rows = torch.empty(row.numel * ranks, dtype=plan.reduce_dtype, device=grads[0].device)
                 pack_gradients(grads, row, rows)
@@ -512,10 +504,12 @@ def _copy(rows: torch.Tensor, part: list[torch.Tensor], layout: ShardLayout | Ro
 
 def _lies_as(part: list[torch.Tensor], layout: ShardLayout | RowPlan, dtype: torch.dtype) -> bool:
     """Return whether the memory of ``part`` is one row per rank in ``dtype``, aligned as NCCL needs it to be fast."""
-    if not isinstance(layout, ShardLayout):
-        return _sends_as_it_is(part, layout, dtype)
+    if isinstance(layout, RowPlan):
+        if len(part) > 1 or layout.padding:
+            return False
+        layout = layout.layouts[0]
     grad = part[0]
-    if grad.dtype != dtype or grad.stride() != layout.stride:
+    if grad.dtype != dtype or grad.stride() != layout.stride or not (layout.rank_major and layout.even):
         return False
     return grad.storage_offset() * grad.itemsize % ALIGN_BYTES == 0
 

@@ -154,7 +154,7 @@ class Lane:
 
     def after(self, before: Before = None) -> Done:
         """Wait for ``before``, then run the block on this lane."""
-        if self._stream is None or self._module is None:
+        if self._stream is None:
             return _HOST_DONE
         self.wait(before)
         return Done(self._stream, _on(self._stream, self._module))

@@ -168,8 +168,8 @@ def fully_shard(
     calls = [*units, (modules, own)]
     placed = _checked(calls) if units else {}  # all arguments are checked before anything changes
     dropped = []
-    for modules_of_call, options in calls:
-        dropped += _shard(modules_of_call, options, placed)
+    for modules_of_call, call in calls:
+        dropped += _shard(modules_of_call, call, placed)
     if dropped:
         prefixes = {below: f"{name}." if name else "" for m in modules for name, below in m.named_modules()}
         warn_of_gradients([prefixes[found.sites[0].module] + found.sites[0].name for found in dropped])
@@ -181,7 +181,7 @@ _Call = tuple[tuple[nn.Module, ...], CallOptions]
 
 def _plan(modules: tuple[nn.Module, ...], policy: Policy, given: dict[str, Any], own: CallOptions) -> list[_Call]:
     """Return a call for each unit that ``policy`` makes below ``modules``; ``own`` are the call's checked arguments."""
-    collect(modules, own.ignored, own.ignored_modules)
+    collect(modules, own.ignored, own.ignored_modules)  # its errors come before those of a policy, of a lazy module say
     units = choose_units(modules, policy, own.ignored_modules, own.ignored)
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", describe(modules, units, own.ignored_modules, own.ignored))
@@ -207,9 +207,9 @@ def _checked(calls: list[_Call]) -> dict[nn.Parameter, Placed]:
     the first call that has it."""
     placed: dict[nn.Parameter, Placed] = {}
     units: set[nn.Module] = set()
-    for modules, options in calls:
-        params = collect(modules, options.ignored, options.ignored_modules | units).params
-        placed.update((entry.found.param, entry) for entry in options.check(params, placed))
+    for modules, call in calls:
+        params = collect(modules, call.ignored, call.ignored_modules | units).params
+        placed.update((entry.found.param, entry) for entry in call.check(params, placed))
         units.update(modules)
     return placed
 
@@ -230,13 +230,13 @@ def _offload_below(offload_of: OffloadOf, unit: str) -> OffloadOf:
     return lambda name: offload_of(f"{unit}.{name}" if name else "")
 
 
-def _shard(modules: tuple[nn.Module, ...], options: CallOptions, placed: dict[nn.Parameter, Placed]) -> list[Found]:
+def _shard(modules: tuple[nn.Module, ...], call: CallOptions, placed: dict[nn.Parameter, Placed]) -> list[Found]:
     """Make one unit of ``modules``; return the parameters whose gradients are dropped. It takes what is ``placed``."""
-    managed = collect(modules, options.ignored, options.ignored_modules)
-    unit = FSDPState(modules, options.mesh.device, options.options.mp_policy, options)
-    classes = [_class_for(module) for module in modules]
-    dropped = options.manage(unit, managed, placed)
-    watch_waits(options.mesh)
+    managed = collect(modules, call.ignored, call.ignored_modules)
+    unit = FSDPState(modules, call.mesh.device, call.options.mp_policy, call)
+    classes = [_class_for(module) for module in modules]  # before anything changes: a metaclass may refuse
+    dropped = call.manage(unit, managed, placed)
+    watch_waits(call.mesh)
     _attach(unit)
     for module, cls in zip(modules, classes):
         # Names and attributes do not change. The class may override __setattr__.

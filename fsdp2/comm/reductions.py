@@ -21,7 +21,7 @@ class Abandoned(Exception):
 
 
 class _InFlight(NamedTuple):
-    """An operation, the bytes of its gradients, and the group whose they are."""
+    """An operation, the bytes of its gradients, and the group that these belong to."""
 
     operation: Operation
     nbytes: int

@@ -28,20 +28,23 @@ PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | Li
 
 @dataclass
 class Placed:
-    """A parameter to manage, its spec, the mesh that it is sharded over, and its dtypes."""
+    """A parameter to manage, its spec, the mesh that it is sharded over, and its dtypes.
+
+    With ``is_piece``, the parameter is sharded already: its local tensor is this rank's piece.
+    """
 
     found: Found
     spec: ShardedSpec
     mesh: DataParallelMesh
     policy: MixedPrecisionPolicy
-    cut: bool = False  # True: the parameter is already sharded: its local tensor is this rank's piece
+    is_piece: bool = False
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
 
     @property
     def piece(self) -> torch.Tensor:
         """This rank's part of the parameter."""
         plain = _plain(self.found.param)
-        return plain if self.cut else self.spec.cut(plain)
+        return plain if self.is_piece else self.spec.cut(plain)
 
 
 def place(
@@ -89,7 +92,7 @@ def place(
                 "expected a plain parameter, a tensor-parallel one on a mesh of its own, or one on the mesh of "
                 "fully_shard with its sharding. Register it before fully_shard, or create it from full values"
             )
-        return _check_piece(Placed(found, spec, mesh, policy, cut=True))
+        return _check_piece(Placed(found, spec, mesh, policy, is_piece=True))
     # All ranks hold a scalar. In a reduce-scatter each would sum its copy's gradient in another order than the others,
     # and the copies would drift apart.
     mesh = mesh.replicated() if whole or not found.param.ndim else mesh

@@ -64,9 +64,9 @@ def iter_full_params(
     selection = select(module, "iter_full_params")
     limit = bucket_bytes(bucket_mb)
     check_cast("iter_full_params", dtype)
-    where = None if device is None else torch.device(device)
+    target = None if device is None else torch.device(device)
     selection.refuse_summoned("iter_full_params")
-    return _iterate(module, selection, limit, dtype, where, buffers)
+    return _iterate(module, selection, limit, dtype, target, buffers)
 
 
 @skipped_by_dynamo

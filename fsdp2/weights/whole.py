@@ -41,7 +41,7 @@ class Source:
     """A tensor to gather. It is sent and returned in ``dtype``.
 
     ``piece`` is this rank's piece of a tensor that is sharded like ``param``. Without ``param`` it is a plain tensor,
-    or a DTensor that gathers itself.
+    or a DTensor that gathers itself, in its own dtype.
     """
 
     piece: torch.Tensor

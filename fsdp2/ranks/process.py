@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.util import Finalize
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ __all__ = ["monitor_ranks", "set_rank_checks", "watch_waits"]
 logger = logging.getLogger("fsdp2")
 
 _READERS_SECONDS = 5.0  # the time that a process waits at its end for ranks that have not read its last message
+_MEETING_SECONDS = 10.0  # and for a meeting, in which the others may find that this rank has parted from them
 _LOOK_SECONDS = 2.0  # the interval between looks at the board on a rank whose host never waits for collectives
 _SAVING = (
     "torch.distributed.checkpoint.async_save is still saving on a process group that the model trains on, and its "
@@ -193,6 +194,16 @@ class _Process:
         else:
             job()
 
+    def _end_meetings(self) -> None:
+        """Wait a while for meetings of the background thread.
+
+        The host has gone on, and another rank may not come to a meeting because it waits on its device for this one.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            over = Event()
+            self._jobs.put(over.set)
+            over.wait(_MEETING_SECONDS)
+
     def leave(self) -> None:
         """Tell ranks that wait for this process that it ends, with its exception if there is one.
 
@@ -205,6 +216,8 @@ class _Process:
         try:
             if is_of_collective(error):
                 self._explain_end()
+            if error is None:
+                self._end_meetings()
             if self._standstill is not None:
                 self._standstill.end(failed=is_of_collective(error))
             for monitor in self.monitors:

@@ -60,6 +60,7 @@ _WAITING = tuple(
         (_TORCH, "distributed", "_functional_collectives.py"),
         (_OWN, "comm", "host_work.py"),
         (_OWN, "ranks", "board.py"),
+        (_OWN, "ranks", "process.py"),  # in the first collective, on which a device may wait
     )
 )
 _CALLED = {"pre_forward": "forward"}  # in a user's words

@@ -297,25 +297,41 @@ def test_one_rank_gathers_a_parameter():
     assert re.search(gathers, job.errors[0]), job.errors
 
 
-def trains_once_more(rank: int, world: int) -> None:
-    """Rank 0 has one batch more than the others, which have ended by then."""
+def does_less(rank: int, world: int, what: str) -> None:
+    """Rank 1 ends, having done less than rank 0, which waits for its device."""
+    if rank == 0:
+        logged(rank, 1)
+    if what == "everything":
+        standstill._LOOK_SECONDS, standstill._PATIENCE_SECONDS = 0.5, 1.0  # in this process, which ends with the test
     model: Any = Skipping().cuda()
     for unit in (*model.layers, model):
         fsdp2.fully_shard(unit, mesh=init_device_mesh("cuda", (world,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
+    for _ in range(0 if what == "everything" and rank == 1 else 4):
         step(model, optimizer, 0, waits=False)
     if rank == 0:
-        logged(rank, 1)
         step(model, optimizer, 0, waits=True)
+    elif what == "a step before an evaluation":
+        with torch.no_grad():
+            model(torch.randn(4, WIDTH, device="cuda"))
     for process in [*processes.values()]:  # as at the end of a process
         process.leave()
 
 
-def test_one_batch_more():
-    """The host waited for the others, which had ended, until the timeout, and nothing said so."""
-    job = run(2, trains_once_more, host_waits_seconds=140.0, hangs_seconds=140.0)
-    assert job.errors[0].startswith("rank 0: rank 1 ended, after ") and "drop_last=True" in job.errors[0], job.errors
+LESS = {
+    "the last step": r"rank 0: rank 1 ended, after .*; rank 0 waits for it in .*drop_last=True",
+    "a step before an evaluation": r"rank 0: ranks do not do the same: rank 0: forward; rank 1: evaluation\.",
+    "everything": r"rank 0 waits for other ranks\. Rank 0: in forward, at .*; rank 1: has ended\.",
+}
+"""What a rank does not do, and what the other one logs."""
+
+
+@pytest.mark.parametrize("what", LESS)
+def test_a_rank_ends_that_has_done_less(what):
+    """The host waited for its device until the timeout, and nothing said why. A rank whose thread was still on its way
+    to a meeting, behind a step that it had left out, ended and told nobody."""
+    job = run(2, does_less, what, host_waits_seconds=140.0, hangs_seconds=140.0)
+    assert re.match(LESS[what], job.errors[0]), job.errors
     assert not job.errors[1], job.errors
 
 

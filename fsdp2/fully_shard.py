@@ -166,10 +166,12 @@ def fully_shard(
     own = _check_arguments(modules, given)
     units = [] if policy is None else _plan(modules, policy, given, own)
     calls = [*units, (modules, own)]
-    placed = _checked(calls) if units else {}  # all arguments are checked before anything changes
+    # Before anything changes, all arguments are checked, and all classes made: a metaclass may refuse.
+    placed = _checked(calls) if units else {}
+    classes = {one: _class_for(one) for modules_of_call, _ in calls for one in modules_of_call}
     dropped = []
     for modules_of_call, call in calls:
-        dropped += _shard(modules_of_call, call, placed)
+        dropped += _shard(modules_of_call, call, placed, classes)
     if dropped:
         prefixes = {below: f"{name}." if name else "" for m in modules for name, below in m.named_modules()}
         warn_of_gradients([prefixes[found.sites[0].module] + found.sites[0].name for found in dropped])
@@ -230,17 +232,24 @@ def _offload_below(offload_of: OffloadOf, unit: str) -> OffloadOf:
     return lambda name: offload_of(f"{unit}.{name}" if name else "")
 
 
-def _shard(modules: tuple[nn.Module, ...], call: CallOptions, placed: dict[nn.Parameter, Placed]) -> list[Found]:
-    """Make one unit of ``modules``; return the parameters whose gradients are dropped. It takes what is ``placed``."""
+def _shard(
+    modules: tuple[nn.Module, ...],
+    call: CallOptions,
+    placed: dict[nn.Parameter, Placed],
+    classes: dict[nn.Module, type],
+) -> list[Found]:
+    """Make one unit of ``modules``, which get their ``classes``; return the parameters whose gradients are dropped.
+
+    It takes what is ``placed``.
+    """
     managed = collect(modules, call.ignored, call.ignored_modules)
     unit = FSDPState(modules, call.mesh.device, call.options.mp_policy, call)
-    classes = [_class_for(module) for module in modules]  # before anything changes: a metaclass may refuse
     dropped = call.manage(unit, managed, placed)
     watch_waits(call.mesh)
     _attach(unit)
-    for module, cls in zip(modules, classes):
+    for module in modules:
         # Names and attributes do not change. The class may override __setattr__.
-        object.__setattr__(module, "__class__", cls)
+        object.__setattr__(module, "__class__", classes[module])
     return dropped
 
 

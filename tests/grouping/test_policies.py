@@ -426,6 +426,27 @@ def test_nothing_is_sharded_when_an_argument_is_wrong(rank, world):
     assert not any(isinstance(parameter, DTensor) for parameter in third.parameters())
 
 
+class Final(type):
+    """The class of a class that may have no subclasses."""
+
+    def __new__(mcs, name, bases, namespace):
+        if any(isinstance(base, mcs) for base in bases):
+            raise TypeError("it may have no subclasses")
+        return super().__new__(mcs, name, bases, namespace)
+
+
+class FinalNet(Net, metaclass=Final):
+    """A model whose blocks may be units, and which may not."""
+
+
+def test_nothing_is_sharded_when_a_class_cannot_be_made():
+    """The blocks were sharded by then, and no call could shard the rest."""
+    module = FinalNet()
+    with fake_mesh(2) as mesh, pytest.raises(TypeError, match="may have no subclasses"):
+        fsdp2.fully_shard(module, mesh=mesh, policy={Block})
+    assert names_of_units(module) == [] and not any(isinstance(p, DTensor) for p in module.parameters())
+
+
 def test_placements_are_asked_for_once():
     """A call with a policy asked twice: a function that counts placed parameters otherwise than in calls one by one."""
     with fake_mesh(2) as mesh:

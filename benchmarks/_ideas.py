@@ -174,7 +174,7 @@ IDEAS = (
     Idea(
         "gradients are sent from where autograd left them",
         "all are packed",
-        replaced(reduce, "_sends_as_it_is", lambda old: lambda *unused: False),
+        replaced(reduce, "_lies_as", lambda old: lambda *unused: False),
     ),
     Idea(
         "the next unit is gathered ahead, in recorded order",

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from types import GeneratorType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -54,6 +54,7 @@ from fsdp2.policies import MixedPrecisionPolicy
 __all__ = [
     "Adopting",
     "FSDPState",
+    "FoundBelow",
     "apis_of",
     "call_method",
     "explain_with",
@@ -166,7 +167,7 @@ class _Entry:
 
     def __init__(self, unit: FSDPState, call: Call) -> None:
         self._unit = unit
-        self._used = {group: group.computed_with for group in unit.groups}
+        self._used = {group: group.computed_with for group in unit.present}
         # The calls that this one is inside. Backward enters their units by their own outputs, unless the loss uses only
         # outputs of units inside them, which a hook has captured. It needs their weights all the same, below this unit.
         self._around = [other for other in call.run.entered if other.groups]
@@ -175,8 +176,16 @@ class _Entry:
     def __call__(self, grad: torch.Tensor | None) -> None:
         self._unit.pre_backward(grad, self._used)
         for unit in reversed(self._around):  # the outermost last, as when all enter by one tensor
-            if not all([group.is_entered for group in unit.groups]):
+            if not all([group.is_entered for group in unit.present]):
                 unit.pre_backward(grad)
+
+
+class FoundBelow(NamedTuple):
+    """What a call has found below the modules of its unit."""
+
+    others: list[nn.Module]  # modules that it does not manage
+    ignores: bool  # it ignores a parameter of those that it does
+    removed: list[FSDPParamGroup]  # groups none of whose modules is there any more
 
 
 class Adopting(Protocol):
@@ -189,11 +198,8 @@ class Adopting(Protocol):
     def with_options(self, options: GroupOptions) -> Adopting:
         """Return the same with other options of such a group."""
 
-    def adopt_added(self, unit: FSDPState) -> tuple[list[nn.Module], bool]:
-        """Manage parameters that appeared below the modules of ``unit`` since.
-
-        Return the modules below that the call does not manage, and whether it ignores a parameter of those it does.
-        """
+    def adopt_added(self, unit: FSDPState) -> FoundBelow:
+        """Manage parameters that appeared below the modules of ``unit`` since."""
 
     def copied(self, memo: dict[int, Any]) -> Adopting:
         """Return the same for a deep copy of the modules."""
@@ -221,6 +227,7 @@ class FSDPState(ComposableState):
         self.device = device
         self.mp_policy = mp_policy
         self.groups: list[FSDPParamGroup] = []
+        self.present = self.groups  # without those of modules that were removed, which may come back
         self.name = ""
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] = []
@@ -283,7 +290,7 @@ class FSDPState(ComposableState):
             if self.mp_policy.param_dtype is not None:
                 given.tensors = cast_inputs(self.mp_policy, given.tensors)
         if call.kind is CallKind.RECOMPUTED:
-            for group in self.groups:  # an earlier post-backward may have resharded
+            for group in self.present:  # an earlier post-backward may have resharded
                 group.unshard_now(run.launch, in_backward=True)
         forward = run if first and call.kind is CallKind.NORMAL and isinstance(run, ForwardPass) else None
         if forward is not None and forward.follows_compute:
@@ -291,7 +298,7 @@ class FSDPState(ComposableState):
         ahead: list[FSDPParamGroup | None] = []
         if call.kind is CallKind.NORMAL:
             entering = []  # groups that no other call uses: this call's inputs tell when backward is done with them
-            for group in self.groups:
+            for group in self.present:
                 only_user = first and (not group.shared or self._enter_shared(group, run))
                 quiet = forward is not None and forward.is_quiet(group)
                 late = group.pre_forward(run, first=only_user, quiet=quiet)
@@ -485,10 +492,10 @@ class FSDPState(ComposableState):
         run = None if call.run.entered.pop(self, None) is None else call.run
         if trains:
             call.boundary.end()
-            if self.groups:
+            if self.present:
                 self._watch_results(call, result, in_backward)
             if result.opaque:
-                self.root.pending.opaque.update(self.groups)
+                self.root.pending.opaque.update(self.present)
         # No hook can be put on tensors inside a function or a generator, so backward may enter there without a gather.
         self._release(call, run, in_backward, stays=trains and result.opaque)
 
@@ -501,7 +508,7 @@ class FSDPState(ComposableState):
         # that would free what it gathered.
         unfreed = isinstance(run, BackwardPass) and not run.started and not torch.is_grad_enabled()
         forward = run if isinstance(run, ForwardPass) else None
-        for group in self.groups:
+        for group in self.present:
             if group.shared and not self._leave_shared(group, call.run):
                 continue  # another unit computes with it
             after = True if forward is None else forward.decide_after(group)
@@ -529,13 +536,13 @@ class FSDPState(ComposableState):
     def _watch_results(self, call: Call, result: Tree, in_backward: bool) -> None:
         """Put hooks on what the forward computed, by which backward enters the unit."""
         made = autograd_sequence_number() - call.boundary.first_node
-        for group in self.groups:
+        for group in self.present:
             group.gradients.expect_from(made)
         units = [self, *call.run.entered]
         # Also if parameters are kept: a backward on another forward may free them first.
         sides = None if in_backward else lambda: [unit.pre_backward for unit in units]
         if call.boundary.watch_results(result, _Entry(self, call), sides) and not in_backward:
-            self.root.pending.record(self.groups)
+            self.root.pending.record(self.present)
 
     def _stays_for_backward(self, run: ForwardPass, group: FSDPParamGroup) -> bool:
         """Return whether ``group`` stays for backward alone: that of this forward, or of one before an evaluation."""
@@ -577,7 +584,7 @@ class FSDPState(ComposableState):
         """Start gathering what a prefetch list names, or else the groups ``following`` those of this unit."""
         for unit in self.forward_prefetch:
             if unit.root is self.root:  # gathers of another root belong to its own passes
-                for group in unit.groups:
+                for group in unit.present:
                     if run.quietly or not run.route.comes_late(group):
                         run.prefetch(group)
         for named in following:
@@ -589,15 +596,26 @@ class FSDPState(ComposableState):
         """Take in what somebody put on the modules, or below them, since this was last asked."""
         seen = hooks.registrations
         if self._registrations != seen:
-            others, ignores = self.made_by.adopt_added(self)
+            others, ignores, removed = self.made_by.adopt_added(self)
+            leaving = self._leave_out(removed)
             self._has_units_below = any([get_state(module) not in (None, self) for module in others])
             several = len(self.groups) > 1 or self._has_units_below or ignores or any(map(_has_unmanaged, others))
             outermost = [] if self.is_root is None else self.root.all_states[0].groups
             for group in self.groups:
                 group.has_others_below = several
-                group.gathered_with = [group] if group.shared else self.groups
+                group.gathered_with = [group] if group.shared else self.present
                 group.in_root = group in outermost
-            self._registrations = seen  # not if that raised: the next forward must look again, and refuse again
+            # Not if that raised: the next forward must look again, and refuse again. So it must for what is leaving.
+            self._registrations = -1 if leaving else seen
+
+    def _leave_out(self, removed: list[FSDPParamGroup]) -> bool:
+        """Compute with ``removed`` groups no more, and return whether a pass still needs some of them."""
+        root = self.root
+        needed = [group for group in removed if root.running is not None or root.pending.expects(group)]
+        leaving = [group for group in needed if group in self.present]
+        left = {*removed}.difference(leaving)
+        self.present = [group for group in self.groups if group not in left] if left else self.groups
+        return bool(leaving)
 
     def forget_calls(self, run: Pass) -> None:
         """Forget calls that ``run`` has left unended: they refer to tensors whose graph refers to this unit."""
@@ -610,6 +628,11 @@ class FSDPState(ComposableState):
         lasting = self.root.running is None  # else it may have been put there for the call that runs
         for group in self.groups:
             group.residency.reconcile(lasting=lasting)
+
+    def add_shared(self, group: FSDPParamGroup) -> None:
+        """Use ``group``, which other units use too."""
+        for groups in (self.groups,) if self.present is self.groups else (self.groups, self.present):
+            groups.append(group)
 
     def include(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Let ``groups`` of the unit, which were added to it, run under its root from now on."""
@@ -649,7 +672,7 @@ class FSDPState(ComposableState):
         if run.creates_graph:  # the backward of this backward enters here by a way that has no hook yet
             hooks.watch_exit(grad, lambda outgoing: self.pre_backward(outgoing, used))
         entered = []
-        for group in self.groups:  # all of this unit's gathers go ahead of those for later
+        for group in self.present:  # all of this unit's gathers go ahead of those for later
             if used is not None:
                 computed_with = used.get(group)  # None of one that was added since
             else:
@@ -672,7 +695,7 @@ class FSDPState(ComposableState):
                         run.prefetch(other)
         for unit in self.backward_prefetch:
             if unit.root is root:  # as in forward
-                for group in reversed(unit.groups):
+                for group in reversed(unit.present):
                     run.prefetch(group)
 
     def _enter_member(self, grad: torch.Tensor | None) -> None:
@@ -680,7 +703,7 @@ class FSDPState(ComposableState):
 
         Not while a recomputed forward of the unit is under way: its own outputs are entered when it is over.
         """
-        if not all([group.phases.in_forward for group in self.groups]):
+        if not all([group.phases.in_forward for group in self.present]):
             self.pre_backward(grad)
 
     def _inputs_done(self, groups: list[FSDPParamGroup]) -> None:

@@ -17,7 +17,7 @@ from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.options import GroupOptions
 from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor, show
 from fsdp2.engine.stamp import Stamp
-from fsdp2.engine.unit import FSDPState
+from fsdp2.engine.unit import FoundBelow, FSDPState
 from fsdp2.grouping.collect import Found, Managed, collect, move_to
 from fsdp2.grouping.placing import Placed, PlacementFn, place, policy_of_param
 from fsdp2.grouping.ties import check_tie, find_ties, follow_sites, follow_tie, join_ties, replaced_by
@@ -145,12 +145,8 @@ class CallOptions:
             self.ignored.update(param for param in module.parameters() if not is_managed_tensor(param))
         return self.ignored
 
-    def adopt_added(self, unit: FSDPState) -> tuple[list[nn.Module], bool]:
-        """Shard parameters that were added below the modules of ``unit`` (LoRA adapters, say), and follow new ties.
-
-        Returns:
-            The modules below that the call does not manage, and whether it ignores a parameter of those that it does.
-        """
+    def adopt_added(self, unit: FSDPState) -> FoundBelow:
+        """Shard parameters that were added below the modules of ``unit`` (LoRA adapters, say), and follow new ties."""
         managed = collect(unit.modules, self.ignored_now(), self.ignored_modules)
         params = [param for group in unit.groups for param in group.params]
         known: dict[Any, FSDPParam] = {
@@ -176,17 +172,26 @@ class CallOptions:
                 if _take_over(found, param) and found.param.grad is not None:
                     dropped.append(found)
         repair_holders()
-        if not added:
+        if added:
+            dropped += self._adopt(unit, replace(managed, params=added))
+        else:
             _mark(managed.modules)  # parameters may be added below modules that have none yet
-            warn_of_gradients([found.name for found in dropped])
-            return managed.others, managed.ignores
-        names = ", ".join(found.name for found in added)
+        warn_of_gradients([found.name for found in dropped])
+        removed = [group for group in unit.groups if not _is_below(group, below)]
+        return FoundBelow(managed.others, managed.ignores, removed)
+
+    def _adopt(self, unit: FSDPState, added: Managed) -> list[Found]:
+        """Manage parameters that were ``added``, and return those whose gradients are dropped."""
+        names = ", ".join(found.name for found in added.params)
         logger.info("%s: adopted parameters added after fully_shard: %s", unit.name or "the root", names)
         before = len(unit.groups)
-        dropped += self.manage(unit, replace(managed, params=added))
+        dropped = self.manage(unit, added)
         unit.include(unit.groups[: len(unit.groups) - before])
-        warn_of_gradients([found.name for found in dropped])
-        return managed.others, managed.ignores
+        return dropped
+
+
+def _is_below(group: FSDPParamGroup, below: Collection[nn.Module]) -> bool:
+    return any(site.module in below for param in group.params for site in param.sites)
 
 
 def warn_of_gradients(names: list[str]) -> None:

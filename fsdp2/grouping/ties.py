@@ -63,7 +63,7 @@ def join_ties(ties: list[Tie], unit: FSDPState) -> None:
         param.set_sites(param.sites + [site for site in tie.found.sites if site not in param.sites])
         show([param], "shards", over_others=True)
         if group not in unit.groups:
-            unit.groups.append(group)
+            unit.add_shared(group)
 
 
 def follow_sites(known: Mapping[Any, FSDPParam], found: Iterable[Found]) -> list[FSDPParam]:
@@ -183,5 +183,5 @@ def _group_of_its_own(param: FSDPParam) -> FSDPParamGroup:
         return group
     owner = get_state(group.modules[0])
     assert owner is not None
-    owner.groups.append(group.split_off(param))
+    owner.add_shared(group.split_off(param))
     return owner.groups[-1]

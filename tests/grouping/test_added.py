@@ -22,7 +22,7 @@ import fsdp2
 from fsdp2._trace import listening
 from fsdp2.autograd import hooks
 from tests.support import api
-from tests.support.counting import Collectives
+from tests.support.counting import Collectives, gathers
 from tests.support.fake import fake_mesh
 from tests.support.inside import options_of
 from tests.support.parity import (
@@ -757,6 +757,52 @@ def test_a_removed_unit_runs_by_itself_and_comes_back(rank, world, reshard):
             assert_gradients(*models)
     with pytest.raises(RuntimeError, match="must be called on the root"):
         taken[0].reset_iter_state()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_parameters_of_a_removed_module_are_not_gathered(rank, world, reshard):
+    """Each head that had been replaced was gathered in each forward and backward, for ever. It may come back, also
+    while a backward on it is still to come."""
+    both = beside_one_process(partial(stack, 4), lambda module: [module[0]], reshard_after_forward=reshard)
+    inputs = torch.ones(2, 4)
+
+    def replace(new: nn.Module) -> list[nn.Module]:
+        heads = [model[-1] for model in both]
+        for model in both:
+            model[-1] = copy.deepcopy(new)
+        return heads
+
+    def train() -> None:
+        for model in both:
+            model(inputs).square().sum().backward()
+        assert_gradients(*both)
+        for model in both:
+            model.zero_grad()
+
+    train()
+    replace(nn.Linear(4, 4))
+    train()
+    gathered = gathers(train)
+    for _ in range(3):
+        replace(nn.Linear(4, 4))
+        train()
+    assert gathers(train) == gathered
+    losses = [model(inputs).square().sum() for model in both]
+    taken = replace(nn.Linear(4, 5))
+    for model in both:
+        model(inputs)
+    for loss in losses:
+        loss.backward()
+    assert_gradients(*both)
+    assert_gradients(*taken)
+    assert isinstance(taken[0].weight, DTensor)
+    train()
+    for model, head in zip(both, taken):
+        model[-1] = head
+        head.zero_grad()
+    train()
+    assert gathers(train) == gathered
 
 
 class Shifted(nn.Module):

@@ -451,8 +451,8 @@ class FSDPParamGroup:
 
     def end_backward_pass(self, *, last: bool) -> None:
         """End the backward for the group; after the ``last`` one, free what was gathered for no use that came."""
-        if last:
-            self.residency.lower()  # a prefetch, or what a hook asked for by ``unshard()`` when gradients had left
+        if last and self.residency.in_memory:  # a prefetch, or what a hook asked for when gradients had left
+            self.residency.lower()
         options = self.store.options
         if options.reduce_gradients and options.all_reduce_gradients:
             self.residency.forget_portions()

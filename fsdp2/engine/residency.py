@@ -69,14 +69,6 @@ class _Source(NamedTuple):
     custom: AllGather | None
 
 
-class _Before(NamedTuple):
-    """What full parameters were before a forward."""
-
-    generation: int
-    versions: list[int]
-    trains: bool  # the forward has gradients
-
-
 class Summoning(Protocol):
     """A block of ``summon_full_params``."""
 
@@ -97,7 +89,8 @@ class Residency:
         # While summon_full_params shows some of the parameters, nothing is gathered or freed: what is in memory stays
         # there, and is shown again afterwards.
         self.summoned: dict[FSDPParam, Summoning] = {}
-        self._before_forward: _Before | None = None  # of the latest forward
+        # Of the latest forward: the generation of the full parameters before it, their versions, and whether it trains.
+        self._before_forward: tuple[int, list[int], bool] | None = None
         self._forget_memory()
         store.show(store.params, "shards", over_others=True)
 
@@ -272,7 +265,7 @@ class Residency:
 
         ``loud``: it was gathered ahead by a use that was not quiet.
         """
-        if self.in_memory and self._stamp is None:
+        if self._stamp is None and self.level is not Level.SHARDS:
             self._stamp, self._loud = self._new_stamp(), loud
 
     @_trace.profiled("all_gather")
@@ -451,8 +444,9 @@ class Residency:
         If it is not the ``first`` that is under way, as that of a further member of a grouped call, what was noted
         before counts: they may have been written since. Unless that was without gradients.
         """
-        if first or self._before_forward is None or not self._before_forward.trains:
-            self._before_forward = _Before(self.store.generation, self.store.full_versions(), torch.is_grad_enabled())
+        before = self._before_forward
+        if first or before is None or not before[2]:
+            self._before_forward = self.store.generation, self.store.full_versions(), torch.is_grad_enabled()
 
     def refuse_written_in_forward(self) -> None:
         """End a forward that ``note_forward`` has begun.
@@ -460,12 +454,12 @@ class Residency:
         Raises:
             RuntimeError: it has gradients, and has changed full parameters in place.
         """
-        before = self._before_forward
-        if before is None or not before.trains or before.generation != self.store.generation:
+        if self._before_forward is None:
             return
-        if self.store.full_versions() != before.versions:
+        generation, versions, trains = self._before_forward
+        if trains and generation == self.store.generation and self.store.full_versions() != versions:
             raise RuntimeError(
-                f"{', '.join(self.store.changed_since(before.versions))}: the forward changed it in place, as "
+                f"{', '.join(self.store.changed_since(versions))}: the forward changed it in place, as "
                 "nn.Embedding(max_norm=...) does. This would be lost: the full parameter is a copy that is freed after "
                 "forward, and each rank changes it for its own batch. Take the write out of forward "
                 "(embedding.max_norm = None) and change the shards after each optimizer step instead (under "
@@ -478,11 +472,11 @@ class Residency:
 
         Unless ``kept`` ones are freed now too, the next use of these refuses that.
         """
-        before = self._before_forward
-        if self.shown != "full" or before is None or before.generation != self.store.generation:
+        if self.shown != "full" or self._before_forward is None:
             return
-        if kept or not self.kept:
-            self._versions_left, self._by_hand = self._versions_left or before.versions, True
+        generation, versions, _ = self._before_forward
+        if generation == self.store.generation and (kept or not self.kept):
+            self._versions_left, self._by_hand = self._versions_left or versions, True
 
     # ---- keep ----
 

@@ -103,8 +103,10 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             RuntimeError: ``summon_full_params`` shows parameters of the module.
         """
-        for group in [group for unit in self._units(recurse) for group in unit.groups]:
+        groups = [group for unit in self._units(recurse) for group in unit.groups]
+        for group in groups:  # all of them first, so that an error frees none
             group.residency.refuse_summoned("reshard")
+        for group in groups:
             group.reshard()
             # Who calls it in a forward may have written to the shards, in a way that nothing shows.
             group.residency.forget_portions()

@@ -39,8 +39,8 @@ def use_weights(module: nn.Module) -> Iterator[nn.Module]:
             loss = F.cross_entropy(F.linear(hidden, model.head.weight), targets)
 
     Args:
-        module: Any module, a unit or one inside a unit; all parameters below it are gathered, together with the rest of
-            their units.
+        module: Any module, a unit or one inside a unit. All parameters below it are gathered, and with them those of
+            their units that communicate together with them.
 
     Yields:
         ``module``.

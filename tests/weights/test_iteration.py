@@ -209,6 +209,17 @@ def test_refused_inside(rank, world, rank0_only):
 
 
 @on_ranks(2)
+def test_a_refused_reshard_frees_nothing(rank, world):
+    """Of units listed before the one that is shown, full parameters were freed before the error came."""
+    module = build_sharded("mlp", world)
+    module.unshard(recurse=True)
+    with summon_full_params(module[2], writeback=False):
+        with pytest.raises(RuntimeError, match="while summon_full_params shows its parameters"):
+            module.reshard(recurse=True)
+        assert not isinstance(module[0].weight, DTensor)
+
+
+@on_ranks(2)
 def test_blocks_within_blocks(rank, world):
     """Of different parameters, also of one unit; each ends on its own."""
     module, expected = build_sharded("transformer", world), build(CASES["transformer"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from fsdp2.engine.collective import Collective, PassKind
@@ -13,6 +14,8 @@ from fsdp2.ranks.start import Line, options_of
 from fsdp2.ranks.words import ELSEWHERE, Words, refuse
 
 __all__ = ["PassHistory", "StateAtMeeting", "Turns"]
+
+_REMEMBERED = 64  # meetings
 
 
 class Turns:
@@ -34,6 +37,9 @@ class PassHistory:
         # gathered by hand before, and number its units as then.
         self._units = root.all_states
         self._has_begun = False  # a pass of this root
+        # This rank at its latest meetings, by position. Behind a meeting the host may be far ahead on streams, while
+        # another rank, which is slow to leave it, still shows what it had there.
+        self._at_meetings: deque[tuple[tuple[int, int], StateAtMeeting]] = deque(maxlen=_REMEMBERED)
         self.words = Words(root)
 
     @property
@@ -62,6 +68,7 @@ class PassHistory:
         """Forget that order, and number the units anew, since some were inserted or removed."""
         self.words.forward_positions = {}
         self._units = self._root.all_states
+        self._at_meetings.clear()
 
     def at_meeting(
         self,
@@ -90,7 +97,13 @@ class PassHistory:
             return [title, *(self.words.did(kind, one) for one in listed), *(line.text for line in lines)]
 
         compared = len(numbers) if compares else len(launched) + 1
-        return StateAtMeeting(self, self._log.position, numbers, compared, texts)
+        state = StateAtMeeting(self, self._log.position, numbers, compared, texts)
+        self._at_meetings.append((self._log.position, state))
+        return state
+
+    def _met_at(self, epoch: int, number: int) -> StateAtMeeting | None:
+        """Return this rank's state at the meeting that it came to at a position, if it did."""
+        return next((state for at, state in reversed([*self._at_meetings]) if at == (epoch, number)), None)
 
     def position(self) -> tuple[int, int]:
         """Return this rank's position."""
@@ -106,6 +119,8 @@ class PassHistory:
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
         """Return a number for the kind of the pass at a position and for each of its collectives."""
+        if (state := self._met_at(epoch, number)) is not None:
+            return state.digests(epoch, number, shown=shown)
         found = self._log.find(epoch, number)
         return None if found is None else self._digests(found[0], self._with_beginning(*found))
 
@@ -138,6 +153,8 @@ class PassHistory:
 
     def text(self, epoch: int, number: int, index: int) -> str:
         """Return one of these in words, or "" if this rank has not launched it."""
+        if (state := self._met_at(epoch, number)) is not None:
+            return state.text(epoch, number, index)
         kind, collectives = self._log.find(epoch, number) or (None, [])
         if not index:
             return str(kind) if kind is not None else ELSEWHERE if self._is_elsewhere else ""

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp2
 from fsdp2.engine.collective import END, Collective, PassKind
 from fsdp2.ranks.monitor import RankMonitor
+from fsdp2.ranks.start import Line
 from tests.support.parity import shard_each, stack
 
 FORWARD = PassKind("forward")
@@ -80,3 +81,26 @@ def test_a_unit_that_some_ranks_skip_keeps_its_place_if_it_is_gathered_once(moni
     monitor.log.collectives = times * [gather]
     agreement.end()
     assert (gather.group in agreement._irregular) == (times > 1)
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_what_a_rank_had_at_a_meeting_is_compared_when_it_is_past_it(monitor: Any, aborted: bool) -> None:
+    """On streams the host goes on behind a meeting, and its thread looks at the board, where a rank that is slow to
+    leave the meeting still showed what it had there: which parameters train, and that a pass was aborted. Compared with
+    the collectives that this rank had launched by then, it was taken for one that differs."""
+    log, history = monitor.log, monitor.history
+    history.forget_units()  # the fixture has other units
+    first, second, _ = gathers(monitor)
+    if aborted:
+        log.begin(FORWARD)
+        log.abandon()
+    log.begin(PassKind("backward"))
+    state = history.at_meeting(first, trained=[Line("the root trains weight", "the root trains weight")])
+    at = log.position
+    log.met()
+    log.add(first)
+    log.add(second)
+    assert history.digests(*at) == state.numbers and history.text(*at, 2) == state.text(*at, 2)
+    assert history.position() != at and len(history.digests(*history.position())) == 3
+    monitor.forget_units()
+    assert history.digests(*at) is None

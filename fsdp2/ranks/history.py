@@ -102,7 +102,9 @@ class PassHistory:
         return state
 
     def _met_at(self, epoch: int, number: int) -> StateAtMeeting | None:
-        """Return this rank's state at the meeting that it came to at a position, if it did."""
+        """Return this rank's state at the meeting that it came to at a position, if it did and is past it."""
+        if (epoch, number) == self._log.position:
+            return None
         return next((state for at, state in reversed([*self._at_meetings]) if at == (epoch, number)), None)
 
     def position(self) -> tuple[int, int]:

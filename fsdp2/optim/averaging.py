@@ -83,9 +83,10 @@ def _names(params: dict[int, nn.Parameter], units: Iterable[FSDPState], *, besid
     DistributedDataParallel averages its own. Nothing leads from a unit to the modules around it, so all modules of the
     process are looked for, once.
     """
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    found = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    modules = [each for each in found if "_modules" in each.__dict__]  # the others are not made: __init__ has raised
     for wrapper in modules:
-        if isinstance(wrapper, DistributedDataParallel):
+        if isinstance(wrapper, DistributedDataParallel) and "module" in wrapper._modules:
             for name, param in wrapper.module.named_parameters():
                 if name not in wrapper.parameters_to_ignore:
                     params.pop(id(param), None)

@@ -80,7 +80,9 @@ def repair_holders() -> None:
     _unsearched = False
     if not _knows_all:  # once: it takes a tenth of a second
         _knows_all = True
-        _optimizers.update(each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer))
+        found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+        # The others are not made, because __init__ has raised, or pass on to an optimizer that is found as well.
+        _optimizers.update(each for each in found if "param_groups" in each.__dict__)
     for optimizer in list(_optimizers):
         with contextlib.suppress(RuntimeError):  # its next step raises it, if there is one
             repair(optimizer)

@@ -166,6 +166,27 @@ def test_ddp_of_a_sharded_model(rank, world, below):
     assert model.embed.weight.to_local().shape == (6, 8)
 
 
+class Unfinished(nn.Module):
+    """Its ``__init__`` fails before ``nn.Module``'s, as one that checks its arguments does."""
+
+    def __init__(self) -> None:
+        raise ValueError("no such argument")
+
+
+@on_ranks(2)
+def test_modules_that_were_never_made(rank, world):
+    """A traceback (a notebook's last error) keeps a module whose ``__init__`` failed, without what nn.Module's gives.
+    The first step looked at all modules of the process, and raised "'Unfinished' object has no attribute '_modules'";
+    after a refused DistributedDataParallel, that this one has no "module"."""
+    model = blocks_alone()
+    with pytest.raises(ValueError, match="no such argument") as kept:
+        Unfinished()
+    with pytest.raises(RuntimeError, match="are sharded by fully_shard") as also_kept:
+        DistributedDataParallel(model)
+    assert len(train(model)) == (rank == 0)
+    del kept, also_kept
+
+
 @on_ranks(2)
 def test_ddp_beside_a_sharded_model(rank, world):
     """Other models may be wrapped."""

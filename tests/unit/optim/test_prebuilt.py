@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import fully_shard
 from fsdp2._torch.tensors import dtensor_from_local
+from fsdp2.optim import prebuilt
 from tests.support.fake import fake_mesh
 from tests.unit.meshes import gloo_mesh
 
@@ -191,3 +193,24 @@ def test_state_of_a_parameter_that_tensor_parallelism_cut_is_cut_further() -> No
         optimizer.step()
         moment = optimizer.state[ours.weight]["momentum_buffer"]._local_tensor
         assert torch.equal(moment, torch.arange(16.0).view(4, 4)[:2])
+
+
+class PassesOn(torch.optim.Optimizer):
+    """Has an optimizer and is none, as wrappers in some libraries, which do not call ``Optimizer.__init__``."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+
+def test_optimizers_without_groups_do_not_end_the_first_forward() -> None:
+    """A traceback keeps an optimizer whose ``__init__`` refused an argument. The first forward looks at all optimizers
+    of the process, and raised "'Adam' object has no attribute 'param_groups'" there, as it did at a wrapper."""
+    ours = model()
+    with pytest.raises(ValueError, match="Invalid learning rate") as kept:
+        torch.optim.Adam(ours.parameters(), lr=-1.0)
+    wrapper = PassesOn(OPTIMIZERS["sgd"](ours.parameters()))
+    with gloo_mesh() as mesh, mock.patch.object(prebuilt, "_knows_all", False):
+        fully_shard(ours, mesh=mesh)
+        ours(torch.ones(4, 3)).sum().backward()
+    assert all(a is b for a, b in zip(wrapper.inner.param_groups[0]["params"], ours.parameters(), strict=True))
+    del kept

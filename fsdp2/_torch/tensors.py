@@ -7,6 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 # A gradient that a collective of tensor parallelism is still writing; wait for it before packing.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 # The sharded parameter is a DTensor built from a local tensor without communication or autograd.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -55,6 +56,7 @@ __all__ = [
     "pytree",
     "set_local_tensor",
     "set_versions",
+    "share_memory_of_complex_views",
     "storages_of",
     "takes_plain_tensors",
     "uncount_write",
@@ -190,6 +192,32 @@ def takes_plain_tensors() -> bool:
 dtensor_from_local: Callable[[torch.Tensor, DTensorSpec], DTensor] = functools.partial(
     DTensor.__new__, DTensor, requires_grad=False
 )
+
+
+def share_memory_of_complex_views() -> None:
+    """Let ``torch.view_as_real`` and ``view_as_complex`` of every DTensor be views of its memory, cut like it.
+
+    Optimizers write to complex parameters through them. Where pieces are uneven, torch gathers the DTensor first, and
+    what is written to a view of that copy is lost.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # no public form keeps uneven pieces
+    handlers.setdefault(torch.ops.aten.view_as_real.default, _view_as_real)
+    handlers.setdefault(torch.ops.aten.view_as_complex.default, _view_as_complex)
+
+
+def _view_as_real(operator: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    spec, local = args[0]._spec, operator(args[0]._local_tensor)
+    shape, stride = (*spec.tensor_meta.shape, 2), (*(2 * step for step in spec.tensor_meta.stride), 1)
+    return dtensor_from_local(local, replace(spec, tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype)))
+
+
+def _view_as_complex(operator: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    spec, last = args[0]._spec, args[0].ndim - 1
+    whole = [Replicate() if getattr(p, "dim", None) == last else p for p in spec.placements]
+    given = args[0] if whole == [*spec.placements] else args[0].redistribute(placements=whole)
+    local = operator(given._local_tensor)
+    shape, stride = spec.tensor_meta.shape[:-1], tuple(step // 2 for step in spec.tensor_meta.stride[:-1])
+    return dtensor_from_local(local, replace(given._spec, tensor_meta=TensorMeta(shape, stride, local.dtype)))
 
 
 def as_parameter(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp2._torch.autograd import explicit_grad_dtype
 from fsdp2._torch.hooks import outside_dynamo
 from fsdp2._torch.optimizers import around_use, split_averages
+from fsdp2._torch.tensors import share_memory_of_complex_views
 from fsdp2.autograd.hooks import hook_every_step, hook_modules, hook_optimizers, hook_registrations
 from fsdp2.engine.index import (
     follow_parametrization,
@@ -61,6 +62,7 @@ def follow_parameters(originals: list[nn.Parameter], params: list[FSDPParam]) ->
         hook_optimizers(_before_step, note_optimizer_step)
         around_use(_before_zeroing, repair, _after_adding, _around_loading, _making_state)
         split_averages(lambda tensor: tensor.device_mesh if isinstance(tensor, DTensor) else None)
+        share_memory_of_complex_views()
         hook_registrations(is_managed_tensor, follow_parametrization)
         hook_modules(refuse_ddp)
         _hooked = True

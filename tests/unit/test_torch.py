@@ -184,6 +184,24 @@ def test_a_parameter_around_a_dtensor_keeps_identity_of_a_new_local_tensor() -> 
         assert _torch.local_tensor(param) is local and param.data.to_local().tolist() == [1.0, 1.0]
 
 
+@probes("share_memory_of_complex_views")
+def test_views_of_complex_dtensors_share_their_memory() -> None:
+    _torch.share_memory_of_complex_views()
+    with fake_mesh(4) as mesh:
+        for shape, place in (((5, 3), Shard(1)), ((1,), Shard(0)), ((), Replicate())):
+            value = DTensor.from_local(torch.zeros(shape, dtype=torch.complex64), mesh, (place,), run_check=False)
+            real = torch.view_as_real(value)
+            assert (real.shape, real.dtype, real.placements) == ((*value.shape, 2), torch.float32, value.placements)
+            again = torch.view_as_complex(real)
+            assert (again.shape, again.dtype, again.placements) == (value.shape, value.dtype, value.placements)
+            assert (real.stride()[-1], again.stride()) == (1, value.stride())
+            with torch.no_grad():
+                real += 1
+            assert value._version == 1 and bool((again.to_local() == 1 + 1j).all())
+        pairs = DTensor.from_local(torch.zeros(3, 1), mesh, (Shard(1),), run_check=False, shape=(3, 2), stride=(2, 1))
+        assert torch.view_as_complex(pairs).placements == (Replicate(),)
+
+
 @probes("StridedShard")
 def test_a_strided_shard_is_cut_after_the_dimensions_to_its_right() -> None:
     starts = {}

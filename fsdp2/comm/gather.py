@@ -278,7 +278,7 @@ class Gathering:
 class HostCopies:
     """Copies on the device of shards on the host, made on the copy lane.
 
-    There are two while one unit is gathered and the next one copied, and one otherwise.
+    There are two while one unit is gathered and the next one copied, otherwise one in a pass, and none between passes.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -299,6 +299,11 @@ class HostCopies:
         event, self._latest = self._latest, None
         if event is not None:
             event.synchronize()
+
+    def end(self) -> None:
+        """End a pass: wait as ``wait`` does, and drop the last copy, which would stay until the next gather."""
+        self.wait()
+        self._drop()
 
     def give_back(self, buffers: GatherBuffers | None) -> None:
         """Drop the copy of ``buffers`` if there is one: the next one is written to the same memory."""

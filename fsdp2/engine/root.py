@@ -375,7 +375,7 @@ class RootContext(Generic[U]):
         self.forward = None
         self.comm.checks.end_forward()
         if not run.trains:  # the host may write to shards from here on; else it may from the end of backward on
-            self.comm.copies.wait()
+            self.comm.copies.end()
         self.itinerary.end(run.route, remembered=run.is_remembered, trains=run.trains, ended_with=run.ended_with)
         if run.trains:
             self.pending.end_forward(run.used_by_some, run.stayed)
@@ -549,7 +549,7 @@ class RootContext(Generic[U]):
     def _await_reductions(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Wait for what ``_settle`` launched: then gradients are on the shards of ``groups``."""
         self.comm.reductions.finish()
-        self.comm.copies.wait()  # the host may write to shards from here on, also if no reduction has made it wait
+        self.comm.copies.end()  # the host may write to shards from here on, also if no reduction has made it wait
         for group in groups:
             group.gradients.unreduced.end_finalization()
 

@@ -156,6 +156,23 @@ def test_nothing_is_kept():
     assert found[1] == found[2] and found[3] - found[2] == kept[0].nbytes
 
 
+def test_no_copy_of_shards_on_the_host_is_kept():
+    """After a step and after an evaluation the copy of the shards that were gathered last stayed on the device until
+    the next gather: half a layer on 2 ranks, beside the moments of the optimizer's step or another program."""
+    with ranks(2) as mesh:
+        step(nn.Sequential(Layer()).bfloat16().cuda(), 128)  # cuBLAS keeps its workspace from here on
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        model = model_of(mesh, layers=2, offload_policy=fsdp2.CPUOffloadPolicy()).cpu()
+        step(model, 128)
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before
+        with torch.no_grad():
+            model(torch.empty(1, 128, LLAMA.width, dtype=torch.bfloat16, device="cuda"))
+        gc.collect()
+        assert torch.cuda.memory_allocated() == before
+
+
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "sampled 8 ranks": {"mesh": {"shard": 8}},
     "sampled 64 ranks": {"mesh": {"shard": 64}},

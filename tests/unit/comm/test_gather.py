@@ -307,6 +307,9 @@ def test_shards_on_the_host_are_copied_beside_the_gather_before() -> None:
             copies.hold(buffers, gathered.event)
         assert known == gather.clocks[gather.name] // 3
         assert [wire.bytes.untyped_storage().nbytes() for wire in wires] == [0, 0, 16]
+        copies.end()
+        assert wires[2].bytes.untyped_storage().nbytes() == 0
+        assert copy.clocks[gather.name] == gather.clocks[gather.name]
 
 
 def test_views_of_a_buffer_have_version_counters_of_their_own() -> None:

@@ -84,10 +84,24 @@ def follow_sites(known: Mapping[Any, FSDPParam], found: Iterable[Found]) -> list
         lost = [site for site in param.sites if site not in kept]
         if not (new or lost) or any(map(_is_taken, lost)):
             continue
-        if new or any(_shows(param, site) for site in kept):
+        if not kept and not new:
+            kept = _of_first(param)
+        elif not (new or any(_shows(param, site) for site in kept)):
+            continue
+        if kept + new != param.sites:
             param.set_sites(kept + new)
             moved.append(param)
     return moved
+
+
+def _of_first(param: FSDPParam) -> list[Site]:
+    """Return the sites that show what the first one shows, if ``param`` was replaced everywhere.
+
+    Where several have replaced a tied one, the tie has ended: the value of the first goes into the shard, as that of
+    one that replaces an untied parameter does, and the others are new.
+    """
+    first = param.sites[0].shown
+    return [s for s in param.sites if s.shown is first] if isinstance(first, nn.Parameter) else param.sites
 
 
 def _shows(param: FSDPParam, site: Site) -> bool:

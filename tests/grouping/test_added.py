@@ -461,6 +461,36 @@ def test_a_tie_that_ends_after_sharding(rank, world, units, when):
     train_both(both, inputs)
 
 
+@on_ranks(2, 4)
+@pytest.mark.parametrize("units", [[], ["embed"], ["embed", "head"]])
+@pytest.mark.parametrize("first", ["embed", "head"])
+def test_a_tie_that_ends_at_both_places(rank, world, units, first):
+    """Embedding and head each get a parameter of their own, as when a checkpoint that has two is put in place by hand:
+    "tied, and its modules show different ones", with the advice to untie between two steps, which had been done. One
+    of the modules may be gone, too."""
+
+    def build() -> nn.Module:
+        module = Untied()
+        module.head.weight = module.embed.weight
+        return module
+
+    both = beside_one_process(build, lambda module: map(module.get_submodule, units))
+    inputs = torch.arange(6).view(2, 3)
+    train_both(both, inputs)
+    for one in both:
+        for i, name in enumerate([first, "head" if first == "embed" else "embed"]):
+            one.get_submodule(name).weight = nn.Parameter((torch.arange(24.0).view(6, 4) + i).sin())
+    train_both(both, inputs)
+    for one in both:  # and again, with a new module in one place
+        one.head.weight = one.embed.weight
+    train_both(both, inputs)
+    replaced = nn.Linear(4, 6, bias=False) if first == "embed" else nn.Embedding(6, 4)
+    for one in both:
+        setattr(one, "head" if first == "embed" else "embed", copy.deepcopy(replaced))
+        one.get_submodule(first).weight = nn.Parameter(torch.arange(24.0).view(6, 4).cos())
+    train_both(both, inputs)
+
+
 class Grows(Untied):
     """It uses a second head, or a scale, from when it gets them."""
 

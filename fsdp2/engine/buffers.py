@@ -529,7 +529,8 @@ def _check_replacement(param: FSDPParam, shown: object) -> None:
             f"{param.name}: the sharded parameter is not on its module any more; got none as {site.name!r} of "
             f"{class_name(site.module)}, expected a DTensor of shape {shape}. weight_norm, spectral_norm, "
             "pruning and the like take it away when they are applied: apply them before fully_shard. Put a "
-            "parameter back that was deleted or set to None, or do so before fully_shard"
+            "parameter back that was deleted or set to None, or do so before fully_shard. To go on without it, put a "
+            "new module in the place of this one"
         )
     if isinstance(shown, torch.Tensor) and (not shown.is_leaf or functorch_active()):
         raise RuntimeError(
@@ -546,6 +547,7 @@ def _check_replacement(param: FSDPParam, shown: object) -> None:
         got = f"a {type(shown).__name__} of shape {tuple(shown.shape)}"  # type: ignore[attr-defined]  # a parameter
     raise RuntimeError(
         f"{param.name}: the sharded parameter was replaced on its module; got {got}; expected a DTensor of shape "
-        f"{shape} placed as {placements}. Load values with load_state_dict or copy_ them into the sharded parameter, "
-        "or replace parameters before fully_shard"
+        f"{shape} placed as {placements}. Load values with load_state_dict or copy_ them into the sharded parameter. "
+        f"For a parameter of another shape, put a new {class_name(site.module)} in the place of this one, or replace "
+        "parameters before fully_shard"
     )

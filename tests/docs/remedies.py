@@ -227,6 +227,33 @@ def a_parameter_that_was_deleted(rank: int) -> Iterator[Callable[[], object]]:
     goes_on(module)
 
 
+@remedy("in the place of this one, or replace parameters before fully_shard")
+def a_parameter_that_was_cut(rank: int) -> Iterator[Callable[[], object]]:
+    """Hidden units were pruned; modules of the new size are sharded at the next forward."""
+    module = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
+    for unit in (*module, module):
+        fully_shard(unit, mesh=mesh_1d())
+    module[0].weight = nn.Parameter(torch.ones(5, 8))
+    yield lambda: loss(module)
+    module[0], module[1] = nn.Linear(8, 5), nn.Linear(5, 8)
+    loss(module)  # they are sharded from now on
+    goes_on(module)
+    assert isinstance(module[0].weight, DTensor)
+
+
+@remedy("To go on without it, put a new module in the place of this one")
+def a_bias_that_was_taken_away(rank: int) -> Iterator[Callable[[], object]]:
+    """A new module is sharded at the next forward."""
+    module = model()
+    module[0].bias = None
+    yield lambda: loss(module)
+    old = module[0].weight
+    module[0] = nn.Linear(old.shape[1], old.shape[0], bias=False)
+    loss(module)  # it is sharded from now on
+    goes_on(module)
+    assert isinstance(module[0].weight, DTensor)
+
+
 @remedy("For example, call module.to_empty(device) to materialize to device and call module.reset_parameters()")
 def parameters_on_the_meta_device(rank: int) -> Iterator[Callable[[], object]]:
     """As the text says."""

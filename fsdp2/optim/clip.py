@@ -177,6 +177,7 @@ def _collect(params: list[torch.Tensor], cuts: list[_Cut | None]) -> tuple[_Buck
     """Return the tensors to take norms of, and the tensors to scale, by device, dtype and sharding.
 
     They differ for a gradient that is not sharded like its parameter: its norm is that of the redistributed gradient.
+    They also differ for a sparse one.
     """
     buckets: _Buckets = {}
     odd: list[tuple[torch.Tensor, torch.Tensor, _Cut]] = []
@@ -185,8 +186,10 @@ def _collect(params: list[torch.Tensor], cuts: list[_Cut | None]) -> tuple[_Buck
             continue
         local, sharded = on_this_rank(grad), isinstance(grad, DTensor)
         alike = placed_alike(grad, param) or not (sharded or isinstance(param, DTensor))
-        if cut is None or not alike or type(local) is not torch.Tensor:
+        if cut is None or not alike or type(local) is not torch.Tensor or local.is_sparse:
             whole = _redistribute(grad, None if cut is None else param) if sharded else arrived(grad)
+            if whole.is_sparse:  # of an ignored embedding: it may have a row several times, of which the sum counts
+                whole = whole.coalesce().values()
             odd.append((whole, arrived(local), cut if cut is not None and sharded else _PLAIN))
         elif local.numel():
             buckets.setdefault((local.device, local.dtype, cut), []).append(local)

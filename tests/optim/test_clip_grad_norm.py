@@ -440,3 +440,24 @@ def test_what_is_no_tensor_is_named(rank, world):
     fsdp2.fully_shard(module)
     with pytest.raises(TypeError, match="parameters must be tensors, got float at index 1"):
         fsdp2.clip_grad_norm_([original, 1.0], max_norm=1.0)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("foreach", [False, None])
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+def test_a_sparse_gradient_beside_shards(rank, world, norm_type, foreach):
+    """An ignored embedding may have sparse gradients, with a row for each use of a token. That raised "Cannot access
+    storage of SparseTensorImpl"; torch's clipping computes no norms of them."""
+    grads = []
+    for sparse in (True, False):
+        torch.manual_seed(7)
+        module = nn.Sequential(nn.Embedding(6, WIDTH, sparse=sparse), nn.Linear(WIDTH, 3))
+        fsdp2.fully_shard(module, mesh=mesh_1d(), ignored_params={module[0].weight})
+        module(torch.tensor([1, 4, 1])).square().sum().backward()
+        params = list(module.parameters())
+        norm = fsdp2.clip_grad_norm_(params, 0.1, norm_type, foreach=foreach)
+        grads.append([norm, *(full(param.grad) for param in params)])
+    sparse, dense = grads
+    assert sparse[0] > 0.1 and sparse[1].is_sparse
+    for one, other in zip([sparse[0], sparse[1].to_dense(), *sparse[2:]], dense, strict=True):
+        torch.testing.assert_close(one, other)

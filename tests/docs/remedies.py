@@ -236,7 +236,7 @@ def a_parameter_that_was_cut(rank: int) -> Iterator[Callable[[], object]]:
     module[0].weight = nn.Parameter(torch.ones(5, 8))
     yield lambda: loss(module)
     module[0], module[1] = nn.Linear(8, 5), nn.Linear(5, 8)
-    loss(module)  # they are sharded from now on
+    loss(module).backward()  # they are sharded from now on
     goes_on(module)
     assert isinstance(module[0].weight, DTensor)
 
@@ -249,7 +249,7 @@ def a_bias_that_was_taken_away(rank: int) -> Iterator[Callable[[], object]]:
     yield lambda: loss(module)
     old = module[0].weight
     module[0] = nn.Linear(old.shape[1], old.shape[0], bias=False)
-    loss(module)  # it is sharded from now on
+    loss(module).backward()  # it is sharded from now on
     goes_on(module)
     assert isinstance(module[0].weight, DTensor)
 

@@ -599,9 +599,12 @@ class FSDPModule(TorchFSDPModule):
         self._change_options(setter, recurse, lambda options: replace(options, **changes))
 
     def _change_options(self, setter: str, recurse: bool, change: Callable[[GroupOptions], GroupOptions]) -> None:
+        units = self._units(recurse)
+        # A unit without a group uses these when parameters are added. They too are checked before anything changes.
+        made_by = [unit.made_by.with_options(change(unit.made_by.options)) for unit in units]
         self._change(setter, recurse, lambda group: change(group.store.options))
-        for unit in self._units(recurse):  # one without a group uses these when parameters are added
-            unit.made_by = unit.made_by.with_options(change(unit.made_by.options))
+        for unit, made in zip(units, made_by):
+            unit.made_by = made
 
     def _change(self, setter: str, recurse: bool, change: Callable[[FSDPParamGroup], GroupOptions]) -> None:
         """Change the options of groups for ``setter``; ranks then compare options that must be the same on all."""

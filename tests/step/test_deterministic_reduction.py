@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 import fsdp2
 from tests.support import api
 from tests.support.composition import composes
+from tests.support.inside import options_of
 from tests.support.parity import fulls, mesh_1d, mesh_of
 from tests.support.pool import on_ranks
 
@@ -129,3 +130,19 @@ def test_what_sums_by_itself_is_refused(rank, world):
     with pytest.raises(ValueError, match="leave one of the two out"):
         model.set_compression(fsdp2.CompressionPolicy(reduce=torch.int8))
     model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_refused_setting_changes_no_unit(rank, world):
+    """The options of a unit without parameters were checked when those of the units below had changed already: the call
+    raised an error, and the model summed in another way from then on."""
+    module = nn.Sequential(Net())
+    for unit in (module[0], module):
+        fsdp2.fully_shard(unit, mesh=mesh_1d(), compression=fsdp2.CompressionPolicy(reduce=torch.int8))
+    module[0].set_compression(None)
+    with pytest.raises(ValueError, match="set_deterministic_reduction: expected the collectives of fsdp2"):
+        module.set_deterministic_reduction(True)
+    assert not options_of(module[0]).in_pairs
+    module.set_compression(None)
+    module.set_deterministic_reduction(True)
+    assert options_of(module[0]).in_pairs

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fsdp2.engine.collective import Collective, PassKind
 from fsdp2.engine.root import RootContext
 from fsdp2.ranks.board import History
-from fsdp2.ranks.log import PassLog
+from fsdp2.ranks.log import PassLog, PastPass
 from fsdp2.ranks.start import Line, options_of
 from fsdp2.ranks.words import ELSEWHERE, Words, refuse
 
@@ -37,9 +37,9 @@ class PassHistory:
         # gathered by hand before, and number its units as then.
         self._units = root.all_states
         self._has_begun = False  # a pass of this root
-        # This rank at its latest meetings, by position. Behind a meeting the host may be far ahead on streams, while
+        # This rank at its latest meetings. Behind a meeting the host may be far ahead on streams, while
         # another rank, which is slow to leave it, still shows what it had there.
-        self._at_meetings: deque[tuple[tuple[int, int], StateAtMeeting]] = deque(maxlen=_REMEMBERED)
+        self._at_meetings: deque[StateAtMeeting] = deque(maxlen=_REMEMBERED)
         self.words = Words(root)
 
     @property
@@ -83,29 +83,25 @@ class PassHistory:
         If it ``compares``, the wanted collective must be the same as well, not only those that were launched. If
         ``setters`` have changed options, those of all units are compared, too, as is what is ``trained``.
         """
-        kind = self._log.kind
-        launched = self._with_beginning(kind, self._log.collectives)
+        run = self._log.running
+        launched = self._with_beginning(run)
         listed = [*launched, *([] if collective is None else [collective])]
         lines: list[Line] = [*(options_of(self._root) if setters else ()), *trained]
-        # Ranks on which it was not aborted know what follows, and wait in a collective instead of meeting.
-        aborted = ["a pass that was aborted"] if self._log.after_aborted else []
-        before = [*aborted, *sorted(setters)]
-        title = f"{kind} after {', '.join(before)}" if before else str(kind)
-        numbers = self._digests(title, listed) + [zlib.crc32(line.compared.encode()) for line in lines]
+        numbers = self._digests(run.title, listed) + [zlib.crc32(line.compared.encode()) for line in lines]
 
         def texts() -> list[str]:
-            return [title, *(self.words.did(kind, one) for one in listed), *(line.text for line in lines)]
+            return [run.title, *(self.words.did(run.kind, one) for one in listed), *(line.text for line in lines)]
 
         compared = len(numbers) if compares else len(launched) + 1
-        state = StateAtMeeting(self, self._log.position, numbers, compared, texts)
-        self._at_meetings.append((self._log.position, state))
+        state = StateAtMeeting(self, run.position, numbers, compared, texts)
+        self._at_meetings.append(state)
         return state
 
     def _met_at(self, epoch: int, number: int) -> StateAtMeeting | None:
         """Return this rank's state at the meeting that it came to at a position, if it did and is past it."""
         if (epoch, number) == self._log.position:
             return None
-        return next((state for at, state in reversed([*self._at_meetings]) if at == (epoch, number)), None)
+        return next((state for state in reversed([*self._at_meetings]) if state.position() == (epoch, number)), None)
 
     def position(self) -> tuple[int, int]:
         """Return this rank's position."""
@@ -116,17 +112,17 @@ class PassHistory:
 
         Not while a pass runs: one of another root may lie inside it.
         """
-        kind, _ = self._log.find(*self._log.position) or (None, [])
-        return kind is not None and not kind.after, self._log.kind is None and self._is_elsewhere
+        latest = self._log.find(*self._log.position)
+        return latest is not None and not latest.kind.after, self._log.kind is None and self._is_elsewhere
 
     def digests(self, epoch: int, number: int, *, shown: bool = False) -> list[int] | None:
         """Return a number for the kind of the pass at a position and for each of its collectives."""
         if (state := self._met_at(epoch, number)) is not None:
             return state.digests(epoch, number, shown=shown)
         found = self._log.find(epoch, number)
-        return None if found is None else self._digests(found[0], self._with_beginning(*found))
+        return None if found is None else self._digests(found.title, self._with_beginning(found))
 
-    def _with_beginning(self, kind: PassKind | None, collectives: Sequence[Collective]) -> list[Collective]:
+    def _with_beginning(self, run: PastPass) -> list[Collective]:
         """Return the collectives that ranks compare: one for each unit gathered at the start, and those of the pass.
 
         If one rank's forward skips the unit that backward begins with, its backward is of another kind. The other ranks
@@ -134,14 +130,12 @@ class PassHistory:
         then the only difference that the ranks can find. The same is true of the gathers of portions that a kind
         contains: each rank may know its own kind, and the first of these gathers may be the same on all ranks.
         """
-        if kind is None:
-            return list(collectives)
         groups = list(dict.fromkeys([group for unit in self._units for group in unit.groups]))
-        stayed = [Collective("stay", groups[number]) for number in kind.stayed]
-        portions = [Collective("gather over replicas", groups[number]) for number in kind.portions]
-        return [*stayed, *portions, *collectives]
+        stayed = [Collective("stay", groups[number]) for number in run.kind.stayed]
+        portions = [Collective("gather over replicas", groups[number]) for number in run.kind.portions]
+        return [*stayed, *portions, *run.collectives]
 
-    def _digests(self, kind: object, collectives: Sequence[Collective]) -> list[int]:
+    def _digests(self, title: str, collectives: Sequence[Collective]) -> list[int]:
         # Groups are identified by their unit and parameters, not by number: a rank may have another group for
         # parameters that were added on it alone. And not by full names: those of experts often contain a number that
         # only their rank has.
@@ -151,17 +145,16 @@ class PassHistory:
             for group in unit.groups
         }
         numbers = [(one.kind, None if one.group is None else groups[one.group], one.part) for one in collectives]
-        return [zlib.crc32(repr(one).encode()) for one in (str(kind), *numbers)]
+        return [zlib.crc32(repr(one).encode()) for one in (title, *numbers)]
 
     def text(self, epoch: int, number: int, index: int) -> str:
         """Return one of these in words, or "" if this rank has not launched it."""
         if (state := self._met_at(epoch, number)) is not None:
             return state.text(epoch, number, index)
-        kind, collectives = self._log.find(epoch, number) or (None, [])
-        if not index:
-            return str(kind) if kind is not None else ELSEWHERE if self._is_elsewhere else ""
-        collectives = self._with_beginning(kind, collectives)
-        return self.words.did(kind, collectives[index - 1]) if index <= len(collectives) else ""
+        if (found := self._log.find(epoch, number)) is None:
+            return ELSEWHERE if not index and self._is_elsewhere else ""
+        texts = [found.title, *(self.words.did(found.kind, one) for one in self._with_beginning(found))]
+        return texts[index] if index < len(texts) else ""
 
     def refuse(self, texts: dict[int, str]) -> str:
         """Return the error text for ranks that differ."""

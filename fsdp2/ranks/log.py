@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fsdp2.engine.collective import BROKEN_OFF, END, Collective, PassKind
 from fsdp2.engine.itinerary import MOST_CONTEXTS, Context, Contexts
 
-__all__ = ["PassLog"]
+__all__ = ["PassLog", "PastPass"]
 
 _SCHEDULES = 16  # remembered for each kind of pass
 _REMEMBERED = 64  # passes
@@ -57,6 +57,21 @@ class _Unscheduled:
     schedule: Schedule = ()
 
 
+@dataclass
+class PastPass:
+    """A pass, from its begin or from a meeting in it, as other ranks compare it."""
+
+    position: tuple[int, int]
+    kind: PassKind
+    behind: Sequence[str]
+    collectives: Schedule
+
+    @property
+    def title(self) -> str:
+        """The kind of the pass, and why all ranks meet before it."""
+        return f"{self.kind} after {', '.join(self.behind)}" if self.behind else str(self.kind)
+
+
 class PassLog:
     """The collectives that this rank launched under one root, and those that all ranks expect it to launch next."""
 
@@ -65,7 +80,7 @@ class PassLog:
         self.kind: PassKind | None = None  # of the running pass; None between passes
         self.collectives: list[Collective] = []  # of the running pass
         self.deviations = 0  # of the running pass
-        self.after_aborted = False  # the pass before the running one was aborted, on this rank at least
+        self.behind: Sequence[str] = ()  # why all ranks meet before the running pass, until they have met
         self._aborted = False  # the last pass was
         self._nested = 0  # passes inside the running one, whose collectives count as its own
         self.epoch = meetings  # the number of meetings of the ranks so far
@@ -77,8 +92,8 @@ class PassLog:
         self._known: dict[Context, Schedule] = {}  # the schedule of the last pass in each context
         self._schedules: dict[PassKind, deque[Schedule]] = {}  # by kind, the latest first
         self._running_contexts: list[Context] = []  # the contexts of the running pass
-        # For other ranks to compare: (epoch, number, kind, collectives) of each pass, the running one included.
-        self._past: deque[tuple[int, int, PassKind | None, Schedule]] = deque(maxlen=_REMEMBERED)
+        # For other ranks to compare: each pass by its position (epoch, number), the running one included.
+        self._past: deque[PastPass] = deque(maxlen=_REMEMBERED)
 
     # ---- passes ----
 
@@ -104,13 +119,18 @@ class PassLog:
         """Return True if there was a pass of ``kind``."""
         return kind in self._schedules
 
-    def begin(self, kind: PassKind, guess: Schedule | None = None) -> None:
-        """Start a pass, which all ranks do now; ``guess`` is the schedule to expect if none is known."""
+    def begin(self, kind: PassKind, guess: Schedule | None = None, setters: Iterable[str] = ()) -> None:
+        """Start a pass, which all ranks do now; ``guess`` is the schedule to expect if none is known.
+
+        ``setters`` have changed options since the ranks compared these.
+        """
         if len(self._next) > MOST_CONTEXTS:  # forget all: the next iterations are compared, and learned, again
             self._next.clear()
             self._known.clear()
         self._first_kind = None
-        self.after_aborted, self._aborted = self._aborted, False
+        # Ranks on which it was not aborted know what follows, and wait in a collective instead of meeting.
+        self.behind = [*(["a pass that was aborted"] if self._aborted else []), *sorted(setters)]
+        self._aborted = False
         self._running_contexts = self._contexts.of_pass(kind)
         self._next.update(dict.fromkeys(self._contexts.latest(), kind))
         self._contexts.add(kind)
@@ -131,7 +151,7 @@ class PassLog:
             known = self.collectives
             schedules.appendleft(known)
         self._known.update(dict.fromkeys(self._running_contexts, known))
-        self._past[-1] = (*self._past[-1][:3], known)
+        self._past[-1].collectives = known
         self._leave()
 
     def abandon(self) -> None:
@@ -142,7 +162,7 @@ class PassLog:
         self._nested = 0
         if self.kind:
             if self._past:  # empty if units were inserted after a backward that raised
-                self._past[-1] = (*self._past[-1][:3], [*self.collectives, BROKEN_OFF])
+                self._past[-1].collectives = [*self.collectives, BROKEN_OFF]
             self._leave()
             self._contexts.clear()
             self._aborted = True
@@ -266,19 +286,25 @@ class PassLog:
     def met(self) -> None:
         """Note a meeting of all ranks: passes are numbered from here."""
         self.epoch += 1
+        self.behind = ()
         self._number = 0 if self.kind else -1
         if self.kind:
             self._remember()
 
     def _remember(self) -> None:
-        self._past.append((self.epoch, self._number, self.kind, self.collectives))
+        self._past.append(self.running)
+
+    @property
+    def running(self) -> PastPass:
+        """The running pass."""
+        assert self.kind is not None
+        return PastPass(self.position, self.kind, self.behind, self.collectives)
 
     @property
     def position(self) -> tuple[int, int]:
         """The position of the latest pass: the number of meetings, and of passes since the last meeting."""
         return self.epoch, self._number
 
-    def find(self, epoch: int, number: int) -> tuple[PassKind | None, Schedule] | None:
-        """Return kind and collectives of the pass at a position; None if it has not begun, or was too long ago."""
-        passes = reversed(list(self._past))
-        return next((one[2:] for one in passes if one[:2] == (epoch, number)), None)
+    def find(self, epoch: int, number: int) -> PastPass | None:
+        """Return the pass at a position; None if it has not begun, or was too long ago."""
+        return next((one for one in reversed(list(self._past)) if one.position == (epoch, number)), None)

@@ -104,7 +104,7 @@ class RankMonitor:
         """
         log, self._to_begin = self.log, None
         known = log.follows(kind) and not self._setters
-        log.begin(kind, self._guess(kind))
+        log.begin(kind, self._guess(kind), self._setters)
         self.history.take_turn()
         if self._replica is not None:
             self._replica.note_pass_of_all()
@@ -125,7 +125,7 @@ class RankMonitor:
         expected = log.next_kind()
         log.begin(kind, [])
         self.history.take_turn()
-        if log.after_aborted or expected not in (None, kind):
+        if log.behind or expected not in (None, kind):
             self._meet()
         log.end()
 

@@ -55,8 +55,9 @@ def set_rank_checks(enabled: bool) -> None:
 
     The comparison costs three operations of the process group's store per rank (more with hybrid sharding) when a model
     first runs and when all ranks deviate from earlier iterations; a rank that then waits for more than two seconds also
-    looks twice a second whether the others have come. It costs nothing in a repeated iteration, except one look at the
-    store every five seconds, and with NCCL, whose collectives the host does not wait for, every two seconds.
+    looks twice a second whether the others have come. It costs nothing in a repeated iteration, except one read of
+    the store every five seconds, and with NCCL, whose collectives the host does not wait for, two reads every two
+    seconds.
 
     Without the comparison, a rank that skips a unit makes the others hang until the process group's timeout or mixes up
     their data. Different models are not detected. ``set_reduce_scatter_unused_params`` does not let a rank skip a unit.

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp2.engine.collective import Collective, PassKind
 from fsdp2.engine.itinerary import MOST_CONTEXTS
-from fsdp2.ranks.log import PassLog
+from fsdp2.ranks.log import PassLog, PastPass
 
 A, B, C, D = (Collective("gather", SimpleNamespace(name=name)) for name in "abcd")
 FORWARD, BACKWARD, EVALUATION = map(PassKind, ("forward", "backward", "evaluation"))
@@ -129,9 +129,10 @@ def test_a_loop_without_a_pattern_is_forgotten_now_and_then() -> None:
 def test_earlier_passes_are_found_by_their_place_since_the_ranks_met() -> None:
     log = learned(*ITERATION, times=3)
     assert log.position == (0, 5)
-    assert log.find(0, 4) == (FORWARD, [A, B, C]) and log.find(0, 6) is None and log.find(1, 0) is None
+    assert log.find(0, 4) == PastPass((0, 4), FORWARD, [], [A, B, C])
+    assert log.find(0, 6) is None and log.find(1, 0) is None
     same = [log.find(0, number) for number in (0, 2, 4)]
-    assert len({id(collectives) for _, collectives in filter(None, same)}) == 1  # repeated iterations cost no memory
+    assert len({id(one.collectives) for one in filter(None, same)}) == 1  # repeated iterations cost no memory
     log.met()
     run(log, FORWARD, [A])
-    assert log.position == (1, 0) and log.find(1, 0) == (FORWARD, [A])
+    assert log.position == (1, 0) and log.find(1, 0) == PastPass((1, 0), FORWARD, [], [A])

@@ -104,3 +104,24 @@ def test_what_a_rank_had_at_a_meeting_is_compared_when_it_is_past_it(monitor: An
     assert history.position() != at and len(history.digests(*history.position())) == 3
     monitor.forget_units()
     assert history.digests(*at) is None
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_pass_that_meets_has_one_title_from_its_begin(monitor: Any, aborted: bool) -> None:
+    """Between the begin of such a pass and its meeting a thread of a rank on streams may look at the board, where
+    another rank already waits in this meeting, behind an aborted pass or a setter. It was taken for one that
+    differs."""
+    log, history = monitor.log, monitor.history
+    history.forget_units()  # the fixture has other units
+    if aborted:
+        log.begin(FORWARD)
+        log.abandon()
+    log.begin(FORWARD, setters=() if aborted else ["set_reshard_after_forward"])
+    begun = history.digests(*log.position)
+    state = history.at_meeting(gathers(monitor)[0])
+    assert history.digests(*log.position) == begun == state.numbers[:1]
+    assert history.text(*log.position, 0) == state.text(*log.position, 0) and "forward after" in state.text(
+        *log.position, 0
+    )
+    log.met()
+    assert history.text(*log.position, 0) == "forward"  # behind the meeting, ranks compare the pass alone

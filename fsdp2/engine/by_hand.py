@@ -52,7 +52,7 @@ def _gather_in_pass(groups: list[FSDPParamGroup], run: Pass) -> None:
 def _free_outdated(group: FSDPParamGroup, *, compared: bool) -> None:
     """Free what was made of shards that have changed since, as ``FSDPParamGroup.pre_forward`` does."""
     if group.residency.is_outdated():
-        group.reshard()
+        group.reshard_outdated()
     else:
         group.residency.free_rewritten(compared=compared)
 

@@ -51,7 +51,7 @@ class ForwardPass(Pass):
     def prefetch(self, group: FSDPParamGroup) -> None:
         """Gather ahead as any pass does, after freeing pieces that were made of other shards."""
         if group.residency.is_outdated():
-            group.reshard()
+            group.reshard_outdated()
         super().prefetch(group)
 
     def is_quiet(self, group: FSDPParamGroup) -> bool:

@@ -225,6 +225,15 @@ class FSDPParamGroup:
         self.start_unshard(launch, in_backward=in_backward)
         self.wait_for_unshard()
 
+    def reshard_outdated(self) -> None:
+        """Free what was made of shards that have changed since, ahead of its next use.
+
+        Raises:
+            RuntimeError: Full parameters that a pass has left in memory were written since, which would be lost.
+        """
+        self.residency.refuse_written()
+        self.reshard()
+
     def _unshard_for_compute(self, launch: Launch, *, in_backward: bool) -> None:
         """Show full parameters, and follow changes of requires_grad that somebody made on those that were shown."""
         already = self.residency.is_full

@@ -242,6 +242,19 @@ def test_full_parameters_written_after_the_backward_that_left_them(rank, world, 
         module(inputs())
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_full_parameters_written_before_a_step(rank, world, by_hand):
+    """What gathers ahead of a use, or by hand, found them outdated, and freed the written values without a word."""
+    module, _ = beside_one_process(partial(mlp, 3, 4, 3), lambda module: module[::2], reshard_after_forward=False)
+    module(inputs())
+    with torch.no_grad():
+        module.get_submodule("2").weight.mul_(0.5)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match=r"^2\.weight: written in place .* call reshard\(\) on the module"):
+        module.get_submodule("2").unshard() if by_hand else module(inputs())
+
+
 # ---- the unit that forward ends with, which stays in memory from the second iteration on ----
 
 

@@ -20,7 +20,7 @@ from fsdp2.engine.stamp import Stamp
 from fsdp2.engine.unit import FoundBelow, FSDPState
 from fsdp2.grouping.collect import Found, Managed, collect, move_to
 from fsdp2.grouping.placing import Placed, PlacementFn, place, policy_of_param
-from fsdp2.grouping.ties import check_tie, find_ties, follow_sites, follow_tie, join_ties, replaced_by
+from fsdp2.grouping.ties import check_tie, find_ties, follow_sites, follow_tie, give_up, is_gone, join_ties, replaced_by
 from fsdp2.optim.prebuilt import follow_parameters, repair_holders
 from fsdp2.policies import CPUOffloadPolicy, OffloadOf, PolicyOf
 from fsdp2.sharding.mesh import DataParallelMesh, regroup
@@ -159,6 +159,7 @@ class CallOptions:
         if unit.root.running is None:  # else they may have been put there for the call that runs
             for param in follow_sites(known, [found for found in managed.params if found.param not in followed]):
                 self.hook_group(param.group)
+            give_up([param for param in params if is_gone(param, below) and not unit.root.pending.expects(param.group)])
             shown_by = {site: param for param in params for site in param.sites}
         unknown = [found for found in managed.params if found.param not in followed and found.param not in known]
         added = [found for found, _ in tied]

@@ -25,7 +25,17 @@ from fsdp2.grouping.placing import policy_of_param
 from fsdp2.policies import MixedPrecisionPolicy, PolicyOf
 from fsdp2.sharding.mesh import DataParallelMesh, listed_ranks
 
-__all__ = ["Tie", "check_tie", "find_ties", "follow_sites", "follow_tie", "join_ties", "replaced_by"]
+__all__ = [
+    "Tie",
+    "check_tie",
+    "find_ties",
+    "follow_sites",
+    "follow_tie",
+    "give_up",
+    "is_gone",
+    "join_ties",
+    "replaced_by",
+]
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,8 @@ def follow_sites(known: Mapping[Any, FSDPParam], found: Iterable[Found]) -> list
             places[known[entry.param]].update(dict.fromkeys(entry.sites))
     moved = []
     for param, here in places.items():
-        elsewhere = param.group.shared  # below other units; what is left behind may still show the parameter too
+        # Below other units, or taken out of this one; what is left behind may still show the parameter too.
+        elsewhere = param.group.shared or not here
         kept = [s for s in param.sites if s in here or _is_lent(s) or (elsewhere and _shows(param, s))]
         new = [site for site in here if site not in kept]
         lost = [site for site in param.sites if site not in kept]
@@ -143,10 +154,24 @@ def follow_tie(found: Found, others: set[FSDPParam]) -> None:
     touched = [p for one in (param_of(found.param), *others) if one for p in one.group.params if p.full is not None]
     # An optimizer may hold full parameters, if it was built after unshard().
     remember_originals([p.full for p in touched], touched)
-    for other in others:
-        other.group.reshard()
-        other.group.drop(other)  # hooks refer to the group, so it stays, even without parameters
-        other.release()  # a module that still shows it may come back, and it is taken in as any other parameter
+    give_up(others)
+
+
+def give_up(params: Iterable[FSDPParam]) -> None:
+    """Stop managing ``params``."""
+    for param in params:
+        param.group.reshard()
+        param.group.drop(param)  # hooks refer to the group, so it stays, even without parameters
+        param.release()  # a module that still shows it may come back, and it is taken in as any other parameter
+
+
+def is_gone(param: FSDPParam, below: Container[nn.Module]) -> bool:
+    """Return whether all modules of ``param`` were taken out of its unit, and show it no more.
+
+    ``below`` are the modules that are still there. A layer that was replaced may be parametrized, or give its memory
+    back.
+    """
+    return not param.group.shared and not any(site.module in below or _shows(param, site) for site in param.sites)
 
 
 def check_tie(

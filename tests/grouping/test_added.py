@@ -835,6 +835,30 @@ def test_parameters_of_a_removed_module_are_not_gathered(rank, world, reshard):
     assert gathers(train) == gathered
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("parametrized", [False, True])
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_layer_that_was_replaced_shows_its_parameters_no_more(rank, world, reshard, parametrized):
+    """As a layer does that was parametrized just before, or whose memory was given back. Its unit, which has others
+    left, said that parameters were missing, for ever."""
+    both = beside_one_process(partial(stack, 4), lambda module: [], reshard_after_forward=reshard)
+    torch.manual_seed(1)
+    head = nn.Linear(4, 4)
+    for number in range(3):
+        if number == 1:
+            for model in both:
+                old, model[-1] = model[-1], copy.deepcopy(head)
+                if parametrized:
+                    parametrize.register_parametrization(old, "weight", nn.Tanh())
+                else:
+                    del old.weight
+                old.bias = None
+        for model in both:
+            model.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+        assert_gradients(*both)
+
+
 class Shifted(nn.Module):
     """Scales and shifts what a unit returns, by a parameter; either may be added later."""
 

@@ -6,6 +6,7 @@ copied to the device, and that of the one before back to the host.
 
 from __future__ import annotations
 
+import math
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -117,8 +118,8 @@ class _Options:
             raise ValueError(
                 f"offload_optimizer_state: device_budget_bytes must be a number of bytes >= 0, got {budget!r}"
             )
-        if self.bucket_mb <= 0:
-            raise ValueError(f"offload_optimizer_state: expected bucket_mb > 0, got {self.bucket_mb}")
+        if not 0 < self.bucket_mb < math.inf:
+            raise ValueError(f"offload_optimizer_state: expected a finite bucket_mb > 0, got {self.bucket_mb}")
 
 
 def _carry(optimizer: optim.Optimizer, options: _Options) -> None:

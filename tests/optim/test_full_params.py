@@ -888,8 +888,9 @@ def test_what_is_refused():
             fsdp2.use_full_params(optimizer)
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got list"):
         fsdp2.use_full_params([weight])
-    with pytest.raises(ValueError, match="bucket_mb > 0, got 0"):
-        fsdp2.use_full_params(torch.optim.Muon([weight]), bucket_mb=0)
+    for size in (0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"expected a finite bucket_mb > 0, got {size}"):
+            fsdp2.use_full_params(torch.optim.Muon([weight]), bucket_mb=size)
     with pytest.raises(ValueError, match="batched=True, but torch.optim.Muon"):
         fsdp2.use_full_params(torch.optim.Muon([weight]), batched=True)
     with pytest.raises(ValueError, match="got a closure, expected none"):

@@ -7,6 +7,7 @@ are written to the shards. The next bucket is sent while one is computed.
 
 from __future__ import annotations
 
+import math
 import types
 import zlib
 from collections import defaultdict
@@ -103,7 +104,7 @@ def use_full_params(
     Raises:
         TypeError: ``optimizer`` is not a torch.optim.Optimizer.
         ValueError: ``optimizer`` needs a closure or sparse gradients, or already steps on local shards; or
-            ``bucket_mb`` is not positive.
+            ``bucket_mb`` is not positive and finite.
 
     Example:
         ```python
@@ -116,8 +117,8 @@ def use_full_params(
             f"use_full_params: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; pass the optimizer "
             "that a wrapper holds"
         )
-    if bucket_mb <= 0:
-        raise ValueError(f"use_full_params: expected bucket_mb > 0, got {bucket_mb}")
+    if not 0 < bucket_mb < math.inf:
+        raise ValueError(f"use_full_params: expected a finite bucket_mb > 0, got {bucket_mb}")
     if STEPS_ON_WHOLE in optimizer.__dict__:
         return optimizer
     _check_kind(optimizer)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2._naming import class_name
+from fsdp2._naming import check_module, class_name
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.param import FSDPParam, Site, is_managed_tensor, is_summoned
 from fsdp2.engine.unit import FSDPState, get_state, live_units
@@ -129,7 +129,10 @@ def groups_below(module: nn.Module, required_by: str = "") -> dict[FSDPParamGrou
 
     Raises:
         ValueError: there are none, and ``required_by`` names a function that needs some.
+        TypeError: the function was called with something else than a module.
     """
+    if required_by:
+        check_module(module, required_by)
     finder = SiteFinder()
     found: dict[FSDPParamGroup, FSDPState] = {}
     for inner in module.modules():

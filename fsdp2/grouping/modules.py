@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from fsdp2._naming import class_name
+from fsdp2._naming import check_module, class_name
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import units_below
 from fsdp2.engine.options import GroupOptions
@@ -25,6 +25,7 @@ def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FSDPModule]
         module: Any module.
         root_only: Return only those that are not below another one, in ``module`` or in the tree of an earlier forward.
     """
+    check_module(module, "fsdp_modules")
     found: list[FSDPModule] = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     if not root_only:
         return found
@@ -50,6 +51,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
                 model(batch).sum().backward()
         ```
     """
+    check_module(module, "no_sync")
     units = units_below(module)
     if not units and module.__dict__.get("_is_fsdp_managed_module"):
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from fsdp2._naming import check_module
 from fsdp2.policies import CPUOffloadPolicy, OffloadPolicy
 
 __all__ = ["cpu_offload_by_budget"]
@@ -28,6 +29,7 @@ def cpu_offload_by_budget(module: nn.Module, budget_bytes: int, *, pin_memory: b
     Raises:
         ValueError: ``budget_bytes`` is not a number of bytes.
     """
+    check_module(module, "cpu_offload_by_budget")
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 0:
         raise ValueError(f"cpu_offload_by_budget: budget_bytes must be a number of bytes >= 0, got {budget_bytes!r}")
     sizes = {name: param.numel() * param.element_size() for name, param in module.named_parameters()}

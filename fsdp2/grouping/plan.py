@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fsdp2._naming import class_name
+from fsdp2._naming import check_module, class_name
 from fsdp2.engine.param import is_managed_tensor
 from fsdp2.grouping.collect import check_set, collect
 from fsdp2.grouping.policy import PlannedUnit, Policy, choose_units
@@ -55,8 +55,7 @@ def plan_units(
         print(fsdp2.plan_units(model))
         ```
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"plan_units: expected an nn.Module, got {module!r}")
+    check_module(module, "plan_units")
     ignored = check_set("plan_units", "ignored_modules", ignored_modules, nn.Module)
     left_alone = check_set("plan_units", "ignored_params", ignored_params, nn.Parameter)
     below_ignored = {param for one in ignored for param in one.parameters()}

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from fsdp2._naming import class_name
+from fsdp2._naming import check_module
 from fsdp2._torch.modules import loads_as_torch_does, non_persistent_buffers
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.index import SiteFinder, groups_below
@@ -228,8 +228,7 @@ def select(module: Any, where: str, *, recurse: bool = True) -> Selection:
     Raises:
         TypeError: ``module`` is not an nn.Module.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{where}: expected an nn.Module, got {class_name(module)}")
+    check_module(module, where)
     for unit in dict.fromkeys(groups_below(module).values()):
         unit.reconcile()
     finder = SiteFinder()

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from fsdp2._naming import check_module
 from fsdp2.autograd.hooks import hook_loading, hook_saving
 from fsdp2.engine.unit import get_state
 from fsdp2.fsdp1.state_dict.saving import SETTING, Setting, after_save
@@ -97,7 +98,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     Raises:
         AssertionError: The modules have different settings (AssertionError is torch's contract).
     """
-    _check_module("get_state_dict_type", module)
+    check_module(module, "get_state_dict_type")
     found = _settings_of(module)
     for other in found[1:]:
         if other != found[0]:
@@ -119,13 +120,8 @@ def _settings_of(module: nn.Module) -> list[StateDictSettings]:
     return [_default() if s is None else s.settings for s in settings]
 
 
-def _check_module(where: str, module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{where}: expected an nn.Module, got {module!r}")
-
-
 def _check(module: Any, kind: Any, config: Any, optim_config: Any) -> StateDictSettings:
-    _check_module("set_state_dict_type", module)
+    check_module(module, "set_state_dict_type")
     if not isinstance(kind, StateDictType):
         raise TypeError(f"set_state_dict_type: state_dict_type must be a StateDictType, got {kind!r}")
     names, given = ("state_dict_config", "optim_state_dict_config"), (config, optim_config)

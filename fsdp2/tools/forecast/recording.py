@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2._naming import class_name
+from fsdp2._naming import check_module, class_name
 from fsdp2._trace import Source, recording_with
 from fsdp2.comm.collectives import exchange_objects
 from fsdp2.comm.streams import Moments
@@ -172,6 +172,7 @@ def record_steps(model: nn.Module) -> Iterator[Record]:
         record.save("step.html")
         ```
     """
+    check_module(model, "record_steps")
     groups = _groups(model)
     if not groups:
         raise ValueError(f"record_steps: {class_name(model)} has no units; call fully_shard on it first")

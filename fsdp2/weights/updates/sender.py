@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2._naming import class_name
+from fsdp2._naming import check_module
 from fsdp2.sharding.packing import in_buckets
 from fsdp2.weights.offers import Mine
 from fsdp2.weights.ranks import Ranks
@@ -89,8 +89,7 @@ class WeightSender:
         self._model = model
         self._ranks = (ranks_of(model) or Ranks.alone()).on_one_axis()
         with self._ranks.agreed():
-            if not isinstance(model, nn.Module):
-                raise TypeError(f"{_WHERE}: expected an nn.Module, got {class_name(model)}")
+            check_module(model, _WHERE)
             limit = bucket_bytes(bucket_mb)
             self._names = checked_names(_WHERE, mapping)
             self._dtypes = checked_dtypes(_WHERE, dtype)

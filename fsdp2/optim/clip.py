@@ -87,6 +87,7 @@ def clip_grad_norm_(
     """
     params = shards_of([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
     norm_type = _check(params, float(norm_type), pp_mesh)
+    max_norm = float(max_norm)  # here and not where it is used, behind collectives
     refuse_unreduced(params, "clip_grad_norm_")
     cuts = _cuts(params)
     measured, scaled = _collect(params, cuts)

@@ -442,6 +442,16 @@ def test_what_is_no_tensor_is_named(rank, world):
         fsdp2.clip_grad_norm_([original, 1.0], max_norm=1.0)
 
 
+@on_ranks(2)
+def test_a_norm_from_a_file(rank, world):
+    """YAML reads 1e-3 as a text, which torch's clipping takes: "unsupported operand type(s)"."""
+    module = nn.Linear(4, 4)
+    fsdp2.fully_shard(module, mesh=mesh_1d())
+    module(torch.ones(2, 4)).sum().backward()
+    read: Any = "1e-3"
+    assert_clipped(list(module.parameters()), whole(list(module.parameters())), 2.0, read)
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("foreach", [False, None])
 @pytest.mark.parametrize("norm_type", [2.0, INF])

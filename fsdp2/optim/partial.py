@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 from operator import setitem
@@ -57,6 +57,11 @@ class PartialGroups:
     def group_of(self, param: torch.Tensor) -> int:
         """Return the number of the group that has ``param``."""
         return self._index[param]
+
+    def of_groups_without(self, used: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters of groups that have neither one of ``used`` nor a plain one."""
+        busy = {self._index[param] for param in (*used, *self.plain)}
+        return [param for param, index in self._index.items() if index not in busy]
 
     @contextmanager
     def only(self, lent: Mapping[torch.Tensor, Sequence[torch.Tensor]], state: Any) -> Iterator[None]:

@@ -350,6 +350,43 @@ def test_matrices_that_have_taken_other_numbers_of_steps(rank, world):
         torch.testing.assert_close(full_of(mine), theirs.detach())
 
 
+class Slowing(torch.optim.Optimizer):
+    """Counts steps in the options of its groups, as schedule-free optimizers do, and divides by the count."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step."""
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / group["k"])
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_group_counts_steps_in_which_nothing_of_it_has_a_gradient(rank, world, batched):
+    """A layer that is frozen for the first steps: its group was left out of these, so its count fell behind that of one
+    process, and the layer was trained with larger steps from then on."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
+    models = [shard(copy.deepcopy(alone), mesh_1d()), alone]
+    optimizers = [Slowing([{"params": [*layer.parameters()]} for layer in model]) for model in models]
+    fsdp2.use_full_params(optimizers[0], batched=batched, bucket_mb=1e-5)
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model[0].requires_grad_(step > 1)
+            model(rows(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [[group["k"] for group in optimizer.param_groups] for optimizer in optimizers] == [[4, 4], [4, 4]]
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(full_of(mine), theirs.detach())
+
+
 class Numbered(torch.optim.Optimizer):
     """Steps by the sign of gradients, and gives each parameter a number of its own that is no tensor."""
 

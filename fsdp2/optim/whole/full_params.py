@@ -247,7 +247,8 @@ class _FullParams:
         groups.begin([owned.key for owned in bucket.owned if owned.mine] for buckets in sets for bucket in buckets)
         stepped = False
         try:
-            error = self._compute_all(sets, groups)
+            used = [one for ranks in found for one, known in zip(ranks.params, found[ranks]) if known]
+            error = self._compute_all(sets, groups) or groups.step_idle(used, self._step_as_torch)
             stepped = error is None
         finally:
             groups.end()
@@ -670,6 +671,22 @@ class _Groups:
         finally:
             for one in lendings:
                 one.end()
+        return None
+
+    def step_idle(self, used: Iterable[Any], step: Callable[..., Any]) -> Exception | None:
+        """Call ``step`` with the groups in which no rank has a gradient; return the error that it raised.
+
+        An optimizer that counts steps in the options of a group counts there too. ``used`` have gradients.
+        """
+        idle = self._groups.of_groups_without(used)
+        if not idle:
+            return None
+        lent = {param: [parameter_like(param, on_this_rank(param).new_empty(0))] for param in idle}
+        try:
+            with self._groups.only(lent, defaultdict(dict)):
+                step(self._optimizer)
+        except Exception as error:
+            return error
         return None
 
     def _lendings(self, lent: dict[torch.Tensor, torch.Tensor], entries: Mapping[Any, Any]) -> Iterator[Lending]:

@@ -29,7 +29,7 @@ from fsdp2.fsdp1.arguments import merge_arguments
 from fsdp2.fsdp1.methods import FSDP1Methods, names_remedies, refuse_fsdp1
 from fsdp2.fsdp1.strategy import follow_strategy
 from fsdp2.grouping.collect import Found, check_set, collect
-from fsdp2.grouping.copying import copy_module, deepcopy_module, refuse_pickling
+from fsdp2.grouping.copying import DeepCopied, copy_module, reduce_module
 from fsdp2.grouping.grouping import CallOptions, warn_of_gradients
 from fsdp2.grouping.placing import Placed, PlacementFn
 from fsdp2.grouping.plan import describe
@@ -436,7 +436,7 @@ def _fsdp_class(cls: type[nn.Module]) -> type:
     """Return the subclass of ``cls`` and ``FSDPModule``."""
     made = _classes[cls]() if cls in _classes else None
     if made is None:
-        own: dict[str, Any] = {"__deepcopy__": deepcopy_module, "__reduce_ex__": refuse_pickling}
+        own: dict[str, Any] = {"__deepcopy__": DeepCopied(), "__reduce_ex__": reduce_module}
         own |= {MADE_BY_FULLY_SHARD: True, **inherited_call(cls)}
         if not hasattr(cls, "__copy__"):
             own["__copy__"] = copy_module

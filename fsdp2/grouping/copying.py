@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,11 +15,50 @@ from fsdp2.engine.index import units_below
 from fsdp2.engine.param import FSDPParam, Site, copy_of
 from fsdp2.engine.unit import FSDPState, get_state, keep_state
 
-__all__ = ["copy_module", "deepcopy_module", "refuse_pickling"]
+__all__ = ["DeepCopied", "copy_module", "reduce_module"]
 
 
-def deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of ``module``, for ``module.__deepcopy__``.
+class DeepCopied:
+    """``__deepcopy__`` of a class, which none of its modules has: ``reduce_module`` copies them.
+
+    A wrapper that looks up in its module what it has not itself (``checkpoint_wrapper``, ``torch.compile``, PEFT's)
+    would find the module's, and ``copy.deepcopy`` would return a copy of the module in the place of the wrapper's. The
+    class has one so that no other is inherited, or put into a parametrized class.
+    """
+
+    def __get__(self, module: nn.Module | None, cls: type) -> Any:
+        if module is None:
+            return _deepcopy_module
+        raise AttributeError("__deepcopy__")
+
+
+class _Reduced:
+    """What ``module.__reduce_ex__`` hands out: ``copy.deepcopy`` copies it with its memo, and pickle cannot."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return _deepcopy_module(self.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_pickling(self.module)
+
+
+def reduce_module(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """Return what ``copy.deepcopy`` makes a deep copy of ``module`` from, for ``module.__reduce_ex__``.
+
+    It cannot be pickled.
+    """
+    return _itself, (_Reduced(module),)
+
+
+def _itself(copied: nn.Module) -> nn.Module:
+    return copied
+
+
+def _deepcopy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy of ``module``.
 
     New units, groups and shards are put into ``memo`` first, so that copies of references to the old ones (in hooks)
     refer to the new ones, by the ordinary rules of ``copy.deepcopy``. The copy starts like a newly sharded module:
@@ -70,8 +109,8 @@ def copy_module(module: nn.Module) -> nn.Module:
     return clone
 
 
-def refuse_pickling(module: nn.Module, protocol: Any) -> Any:
-    """Raise an error for ``module.__reduce_ex__``: process groups, hooks and streams belong to this process.
+def _refuse_pickling(module: nn.Module) -> NoReturn:
+    """Raise an error: process groups, hooks and streams belong to this process.
 
     Raises:
         TypeError: Always, with the alternatives.

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
+import fsdp2
 from tests.grouping.models import Shifted
 from tests.support import api
 from tests.support.models import mlp
-from tests.support.parity import mean_output, mesh_of, on_one_axis, sharded, stack, trains_like_one_process
+from tests.support.parity import mean_output, mesh_1d, mesh_of, on_one_axis, sharded, stack, trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -215,3 +219,40 @@ def test_copying_units_that_share_a_layer(rank, world):
     assert clone[0][0].weight is clone[1][0].weight and clone[0][0].weight is not layer.weight
     for got, want in zip(clone.parameters(), module.parameters()):
         assert torch.equal(got.grad.full_tensor(), want.grad.full_tensor())
+
+
+class Adapter(nn.Module):
+    """It wraps a module, and looks up there what it has not itself, as PEFT's models do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.more = inner, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.more(x)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("wrap", [Adapter, checkpoint_wrapper, functools.partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize("root", [False, True])
+def test_a_wrapper_around_a_unit(rank, world, wrap, root):
+    """A wrapper that looks up attributes in its module found the unit's ``__deepcopy__``: the copy was one of the unit
+    alone, without the adapter, and nobody said so."""
+    inner = nn.Linear(8, 8)
+    fsdp2.fully_shard(inner, mesh=mesh_1d())
+    module = wrap(inner)
+    if root:
+        module = nn.Sequential(module)
+        fsdp2.fully_shard(module, mesh=mesh_1d())
+    x = torch.ones(2, 8)
+    expected = module(x)
+    copied = copy.deepcopy(module)
+    names, copies = ([name for name, _ in one.named_modules()] for one in (module, copied))
+    assert type(copied) is type(module) and copies == names
+    torch.testing.assert_close(copied(x), expected)

@@ -37,8 +37,8 @@ class PassHistory:
         # gathered by hand before, and number its units as then.
         self._units = root.all_states
         self._has_begun = False  # a pass of this root
-        # This rank at its latest meetings. Behind a meeting the host may be far ahead on streams, while
-        # another rank, which is slow to leave it, still shows what it had there.
+        # This rank at its latest meetings. Behind a meeting the host may be far ahead on streams, while another rank,
+        # which is slow to leave it, still shows what it had there.
         self._at_meetings: deque[StateAtMeeting] = deque(maxlen=_REMEMBERED)
         self.words = Words(root)
 

@@ -279,6 +279,28 @@ def test_a_parametrization_of_each_forward(rank, world, reshard, after):
 
 
 @on_ranks(2)
+def test_a_parametrization_from_before_sharding_is_removed_before_the_backward(rank, world):
+    """The module gets its parameter back while it is full, at a place where no shard ever was."""
+
+    def build() -> nn.Module:
+        linear = nn.Linear(4, 4)
+        parametrize.register_parametrization(linear, "weight", Half())
+        return nn.Sequential(linear, nn.Tanh())
+
+    both = [beside_one_process(build, lambda module: [], reshard_after_forward=False)[0], build()]
+    both[1].load_state_dict({name: value.full_tensor() for name, value in both[0].state_dict().items()})
+    losses = [one(torch.ones(2, 4)).square().mean() for one in both]
+    for one, loss in zip(both, losses):
+        parametrize.remove_parametrizations(one[0], "weight", leave_parametrized=False)
+        loss.backward()
+    assert_gradients(*both)
+    for one in both:
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+        one.zero_grad()
+    train_both(both, torch.ones(2, 4))
+
+
+@on_ranks(2)
 def test_weight_norm_of_a_unit_is_removed(rank, world):
     """As before a vocoder is exported. What it leaves is another parameter, computed of shards."""
     both = []

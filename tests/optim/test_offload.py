@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_leaves
 
 import fsdp2
 from fsdp2.comm.staging import Staging, host_memory
@@ -47,6 +48,7 @@ from tests.optim.stepping import (
 )
 from tests.support import api
 from tests.support.composition import composes
+from tests.support.counting import Operators
 from tests.support.packages import needs
 from tests.support.parity import mesh_1d, mesh_2d
 from tests.support.pool import on_ranks
@@ -119,6 +121,14 @@ def test_a_cpu_copies_nothing(rank, world):
     host = optimizers[1].__dict__[HOST_STATE]
     assert on_host(optimizers[1]) == 0 and not host._staging
     assert len(host.turns(modules[1].parameters(), skip=False)) == 1
+    for param in modules[1].parameters():
+        param.grad = torch.zeros_like(param)
+    optimizers[1].step()  # which makes state for the one that had no gradient
+    with Operators(
+        lambda func, args: func if any(isinstance(arg, DTensor) for arg in tree_leaves(args)) else None
+    ) as on:
+        optimizers[1].step()
+    assert not on.seen  # as with state elsewhere, it steps on the local shards
 
 
 @on_ranks(1)

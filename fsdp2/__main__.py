@@ -9,6 +9,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from pkgutil import get_importer
 
 import torch.distributed as dist
 
@@ -95,13 +96,22 @@ def _run(program: str, arguments: Sequence[str], *, module: bool) -> None:
         if module:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
-            # Like Python itself: the first entry is the script's folder. ``-m fsdp2`` had put the current folder there.
-            sys.path[0] = os.path.dirname(os.path.abspath(program))
+            _search_as_for(program)
             runpy.run_path(program, run_name="__main__")
     except SystemExit as exit:
         _say_what_ran(failed=exit.code not in (None, 0))
         raise
     _say_what_ran()
+
+
+def _search_as_for(program: str) -> None:
+    """Put the folder of a script first in ``sys.path``, in place of the current folder, which ``-m fsdp2`` put there.
+
+    As Python does it: that of the file which a link points to; and with ``-P`` neither folder is there. A folder or
+    an archive is put there by ``runpy``.
+    """
+    if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
+        sys.path[:1] = [os.path.dirname(os.path.realpath(program))] if get_importer(program) is None else []
 
 
 def _say_what_ran(*, failed: bool = False) -> None:

@@ -64,6 +64,39 @@ def test_a_module(folder):
     assert "python -m fsdp2: 0 units of fsdp2 ran, of 1 that were made" in done.stderr
 
 
+SHOWS = "import sys\nprint([path for path in sys.path if {folder!r} in path])"
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "safe path"])
+def test_modules_are_found_as_with_plain_python(tmp_path, kind):
+    """Beside a script, and not beside a link to it; in a folder that is a program, and not beside that. With ``-P`` or
+    PYTHONSAFEPATH no folder had been put first, so an entry of the user's was lost."""
+    if kind == "safe path" and sys.version_info < (3, 11):
+        pytest.skip("Python has it since 3.11")
+    for name in ("real", "links", "mine"):
+        (tmp_path / name).mkdir()
+    program = tmp_path / "real" / ("__main__.py" if kind == "folder" else "program.py")
+    program.write_text(SHOWS.format(folder=str(tmp_path)))
+    given = tmp_path / "links" / "program.py" if kind == "link" else program.parent if kind == "folder" else program
+    if kind == "link":
+        given.symlink_to(program)
+    safe = {"PYTHONSAFEPATH": "1"} if kind == "safe path" else {}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'mine'}{os.pathsep}{ROOT}", **safe}
+    written = [
+        subprocess.run(
+            [sys.executable, *how, str(given)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        ).stdout
+        for how in ([], ["-m", "fsdp2"])
+    ]
+    assert written[1] == written[0] and str(tmp_path / "mine") in written[0]
+
+
 @pytest.mark.parametrize("given", [["--", "--lr", "1"], ["--lr", "--", "1", "--"], ["--help"], ["-m", "--"]])
 def test_arguments_are_those_of_plain_python(tmp_path, given):
     """argparse took the first "--" behind the program away. At its end a program learns that fsdp2 did nothing: a

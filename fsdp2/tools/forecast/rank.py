@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
@@ -118,7 +119,9 @@ def simulated_rank(
             "a forecast makes a simulated process group, but this process already has a process group; run the "
             "forecast in a process of its own, or after destroy_process_group()"
         )
+    shows_errors = sys.excepthook  # torch replaces it by one that puts "[rank0]: " before each line, and leaves it
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(mesh.values()))
+    sys.excepthook = shows_errors
     try:
         made = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
         # Devices are CPUs here, so memory of the host is on another device, which has none: it does not count.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -247,3 +248,13 @@ def test_a_process_group_is_in_the_way():
             pass
     finally:
         dist.destroy_process_group()
+
+
+def test_errors_look_as_before(monkeypatch):
+    """torch has "[rank0]: " put before each line of an error that nobody catches, once for each process group that was
+    made, also when the group is gone: with three forecasts a script's error had it three times."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = sys.excepthook
+    with simulated_rank({"shard": 4}, Clock()):
+        assert sys.excepthook is before
+    assert sys.excepthook is before

@@ -32,7 +32,7 @@ def _compact(timeline: Timeline) -> dict[str, Any]:
             for span in timeline.spans
         ],
         "waits": [[_micro(wait.begin), _micro(wait.end), wait.unit] for wait in timeline.waits],
-        "memory": [[_micro(point.time), point.by_kind] for point in timeline.memory],
+        "memory": [[_micro(point.time), point.by_kind] for point in timeline.memory_to_the_end],
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +77,7 @@ def draw_memory(axes: Any, timeline: Timeline) -> None:
     kinds = [kind for kind in KINDS if any(point.by_kind.get(kind) for point in timeline.memory)]
     most = max(sum(point.by_kind.values()) for point in timeline.memory)
     name, scale = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
-    last = timeline.memory[-1]
-    points = [*timeline.memory, replace(last, time=max(last.time, timeline.end))]  # until the step ends
+    points = timeline.memory_to_the_end
     times = [point.time * 1e3 for point in points]
     rows = [[point.by_kind.get(kind, 0) / scale for point in points] for kind in kinds]
     axes.stackplot(times, rows, step="post", labels=kinds, colors=[KINDS[kind] for kind in kinds], linewidth=0)

@@ -102,6 +102,11 @@ class Timeline:
         """The end of the step."""
         return self.begin + self.seconds
 
+    @property
+    def memory_to_the_end(self) -> list[Point]:
+        """The memory with a last point at the end of the step, for whoever draws it."""
+        return [*self.memory, *(replace(last, time=max(last.time, self.end)) for last in self.memory[-1:])]
+
     def beginning_at(self, begin: float) -> Timeline:
         """Return the same step, moved to begin at ``begin``."""
         by = begin - self.begin

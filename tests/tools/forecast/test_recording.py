@@ -320,6 +320,16 @@ def test_lanes_and_memory_of_a_picture_have_one_scale():
     assert min(p.get_extents().x0 for bars in second.collections for p in bars.get_paths()) == 0.0
 
 
+def test_memory_lasts_until_the_step_ends():
+    """On the page of several ranks, the memory of one that began later ended too early by as much, or went back to
+    there: its step of 10 ms, from 8 ms on, had memory until 10 ms."""
+    timeline = Timeline.of("recorded", 1, [], [], [(0.0, {"shards": 8}), (0.009, {"shards": 4})], (0.0, 0.01))
+    text = page([timeline.beginning_at(0.008)])
+    data = json.loads(text.partition("const steps = ")[2].partition(";\n")[0])
+    assert data[0]["memory"] == [[8000.0, {"shards": 8}], [17000.0, {"shards": 4}], [18000.0, {"shards": 4}]]
+    assert "step.seconds" not in text.partition("function drawCurve")[2].partition("function draw()")[0]
+
+
 def test_steps_that_differ_too_much_have_scales_of_their_own():
     """The forecast for an H100 beside a record of a laptop was an invisible sliver at the left edge."""
     pytest.importorskip("matplotlib.figure")

@@ -17,10 +17,19 @@ __all__ = ["DEVICES", "H100", "Hardware", "Link", "nbytes_of", "tensors_in"]
 
 
 def _check(constants: Any) -> None:
-    """Check that every constant is a positive number, and a whole one where ranks are counted. A latency may be 0."""
+    """Check that every constant is a positive number, and a whole one where ranks are counted. A latency may be 0.
+
+    A name is a text, and links are Links.
+    """
     for field in fields(constants):
         value = getattr(constants, field.name)
-        if isinstance(value, (str, tuple)) and field.name in ("name", "links"):
+        if field.name == "name":
+            if not isinstance(value, str):
+                raise ValueError(f"name={value!r}: expected a text")
+            continue
+        if field.name == "links":
+            if not isinstance(value, (list, tuple)) or not all(isinstance(link, Link) for link in value):
+                raise ValueError(f"links={value!r}: expected a tuple of Links")
             continue
         whole, least = field.type == "int", "of at least 0" if field.name == "seconds" else "above 0"
         kind = numbers.Integral if whole else numbers.Real
@@ -57,7 +66,8 @@ class Hardware:
     uses its own. Host time, contention for multiprocessors and congestion are not modeled.
 
     Raises:
-        ValueError: A constant is not a positive number, or there is no link, or more than one for a number of ranks.
+        ValueError: A constant is not a positive number, or ``links`` are no Links, or there is none, or more than one
+            for a number of ranks.
     """
 
     name: str = "h100"

@@ -221,7 +221,10 @@ def test_an_exchange_has_the_bytes_of_its_rows():
 
 
 def test_constants_are_checked_where_they_are_made():
-    """Whoever makes them: a file, an option, or a script. A link without latency is one (the demo's has none)."""
+    """Whoever makes them: a file, an option, or a script. A link without latency is one (the demo's has none).
+
+    A list of links was "expected a number above 0", as was a name that is none.
+    """
     ideal = Hardware(links=(Link(8, 0.0, 1e9), Link(2, 1e-4, 1e9)))
     assert [link.ranks for link in ideal.links] == [2, 8], "sorted"
     assert ideal.collective_seconds(8e9, range(8)) == pytest.approx(7.0) and ideal.link(4).seconds == 0.0
@@ -230,6 +233,12 @@ def test_constants_are_checked_where_they_are_made():
             Hardware(**wrong)
     with pytest.raises(ValueError, match=r"links for \[2, 2\] ranks; expected at least one link, and one for each"):
         Hardware(links=(Link(2, 1e-4, 1e9), Link(2, 2e-4, 1e9)))
+    for value in (3, (1, 2), {"ranks": 2}, None):
+        with pytest.raises(ValueError, match=r"links=.*: expected a tuple of Links"):
+            Hardware(links=value)
+    with pytest.raises(ValueError, match="name=None: expected a text"):
+        Hardware(name=None)
+    assert Hardware(links=[Link(2, 1e-4, 1e9)]) == Hardware(links=(Link(2, 1e-4, 1e9),))
     with pytest.raises(ValueError, match=r"seconds=-1: expected a number of at least 0"):
         Link(2, -1, 1e9)
 

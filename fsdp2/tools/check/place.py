@@ -13,7 +13,7 @@ __all__ = ["BAD", "Comparison", "Outcome", "Place", "worst"]
 
 BAD = ("hangs", "died", "failed", "wrong")
 """Verdicts that make the exit status 1, the worst first."""
-_ORDER = (*BAD, "look", "right", "seen", "skipped", "not run")
+_ORDER = (*BAD, "right", "seen", "skipped", "not run")
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Comparison:
 class Outcome:
     """The result of a task on one rank.
 
-    ``verdict`` is "right", "wrong", "failed" (an exception), "hangs", "died", "skipped", "not run", "seen" (a
-    measurement, which is not judged) or "look" (not wrong, but worth a look).
+    ``verdict`` is "right", "wrong", "failed" (an exception), "hangs", "died", "skipped", "not run" or "seen" (a
+    measurement, which is not judged).
     """
 
     verdict: str

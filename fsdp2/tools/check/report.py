@@ -22,7 +22,6 @@ _EXPLAINED = {
     "failed": "an exception was raised",
     "hangs": "there was no progress; the ranks that block the others are named",
     "died": "a process ended unexpectedly",
-    "look": "it could not be judged; see below",
     "skipped": "it cannot be run here",
     "not run": "another problem ended it",
 }
@@ -172,7 +171,7 @@ class Report:
     @property
     def summary(self) -> str:
         """The verdict in one sentence."""
-        counts = {v: sum(row.verdict == v for row in self.rows) for v in (*BAD, "look", "right", "skipped", "not run")}
+        counts = {v: sum(row.verdict == v for row in self.rows) for v in (*BAD, "right", "skipped", "not run")}
         listed = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         if self.interrupted:
             return f"The check was interrupted: {listed or 'nothing had run'}."

@@ -60,5 +60,5 @@ def chosen(only: list[str], *, quick: bool, cuda: bool) -> list[Task]:
     if quick and not only:
         names = [name for name in names if name not in _NOT_QUICK]
     if not cuda:
-        names = [name for name in names if name != "streams"]
+        names = [name for name in names if name != "streams" or name in only]  # which then says that it is skipped
     return [TASKS[name] for name in names]

@@ -13,6 +13,7 @@ from fsdp2.tools.check import strict
 from fsdp2.tools.check.cases import CASES, run_case
 from fsdp2.tools.check.place import Place
 from fsdp2.tools.check.strict import STRICT
+from fsdp2.tools.check.tasks import chosen
 from fsdp2.tools.check.trial import compare
 from tests.support import api
 from tests.support.pool import on_ranks
@@ -90,6 +91,9 @@ def test_what_cannot_run_is_skipped():
     alone = Place(0, 1, 0, torch.device("cpu"), dist.HashStore())
     assert run_case(CASES["hybrid"], alone).text == "needs an even number of ranks"
     assert STRICT["streams"](alone).verdict == "skipped"
+    asked, all_of_a_cpu = (chosen(only, quick=False, cuda=False) for only in (["streams"], []))
+    assert "streams" in [task.name for task in asked], "with --only streams the report said that nothing was checked"
+    assert "streams" not in [task.name for task in all_of_a_cpu]
 
 
 def test_differences():

@@ -65,9 +65,12 @@ def main(arguments: Sequence[str]) -> int:
     if job.rank == 0:  # which writes them, on its host
         try:
             given.json = file_for(given.json, (".json",))
+            file_for(given.json.with_suffix(".md"), (".md",))
             given.save_hardware = given.save_hardware and file_for(given.save_hardware, (".json",))
         except (ValueError, OSError) as error:
             parser.error(f"--json and --save-hardware: {error}")
+        if given.save_hardware and given.save_hardware.resolve() == given.json.resolve():
+            parser.error(f"--save-hardware {given.save_hardware}: --json writes this file; expected another name")
     tasks = chosen(given.only, quick=given.quick, cuda=job.device != "cpu")
     progress = _Progress(len(tasks)) if job.rank == 0 else lambda task, outcome: None
     supervisor = Supervisor(
@@ -199,3 +202,5 @@ def _write(report: Report, given: Any) -> None:
         links = tuple(Link(**one) for one in report.hardware["links"])  # dictionaries from JSON
         Hardware(**{**report.hardware, "links": links}).save(given.save_hardware)
         print(f"wrote {given.save_hardware}: python -m fsdp2 forecast --hardware uses it", file=sys.stderr)
+    elif given.save_hardware:
+        print(f"did not write {given.save_hardware}: the check {RATES!r} has measured nothing", file=sys.stderr)

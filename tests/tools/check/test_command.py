@@ -125,6 +125,8 @@ def test_saved_constants_are_those_of_a_forecast(tmp_path, capsys):
     _write(report, SimpleNamespace(json=tmp_path / "check.json", save_hardware=path))
     assert Hardware.load(path) == machine
     assert "forecast --hardware" in capsys.readouterr().err
+    _write(Report("check"), SimpleNamespace(json=tmp_path / "check.json", save_hardware=tmp_path / "other.json"))
+    assert "did not write" in capsys.readouterr().err and not (tmp_path / "other.json").exists()
 
 
 def test_rates_alone(tmp_path):
@@ -148,14 +150,21 @@ def test_rates_alone(tmp_path):
         (["--save-hardware", "machine.txt"], "machine.txt: expected a name that ends in .json"),
         (["--save-hardware", "machine.json", "--quick"], "those of the check 'rates', which is not among those chosen"),
         (["--save-hardware", "machine.json", "--only", "plain"], "those of the check 'rates'"),
+        (["--save-hardware", "new/../check.json", "--json", "check.json"], "--json writes this file; expected another"),
+        (["--json", "a_folder.json"], "a_folder.md: this is a folder"),
         (["--quick", "--only", "plain"], "expected one of them"),
         (["--only", "plain", "--only", "plane"], "'plane': expected one or more of"),
         (["--patience", "0"], "a number of seconds above 0"),
         (["--patience", "nan"], "a number of seconds above 0"),
     ],
 )
-def test_options_are_checked_before_anything_runs(capsys, monkeypatch, arguments, text):
-    """A file that cannot be written was noticed when all checks had run, and a patience of 0 made every rank hang."""
+def test_options_are_checked_before_anything_runs(capsys, monkeypatch, tmp_path, arguments, text):
+    """A file that cannot be written was noticed when all checks had run, and a patience of 0 made every rank hang.
+
+    The constants of the machine took the place of the report if both had one name.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_folder.md").mkdir()
     monkeypatch.setattr(Supervisor, "run", None)
     with pytest.raises(SystemExit) as left:
         main(["check", *arguments])

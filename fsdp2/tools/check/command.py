@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from fsdp2.tools.check.environment import known_problems
 from fsdp2.tools.check.forecasted import assumed, hardware_of
 from fsdp2.tools.check.place import BAD, Outcome
@@ -116,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("torch", "none"),
         help="none: do not compare with torch's own fully_shard",
     )
-    add("--device", choices=("cuda", "cpu"), help="cpu: do not use GPUs")
+    add("--device", choices=("cuda", "cpu"), help="cpu: do not use GPUs; cuda: refuse to run without")
     add(
         "--json",
         default="fsdp2-check.json",
@@ -173,8 +175,9 @@ def _report(
     report.here = about[0].get("job", {}) if about else {}
     report.ranks = [one.get("rank", {}) for one in about]
     report.links = about[0].get("links", "") if about else ""
-    version = report.here.get("torch", "2.13")
-    report.problems = known_problems(version, cuda=job.device != "cpu", gpus=job.gpus_here, ranks_here=job.ranks_here)
+    report.problems = known_problems(
+        torch.__version__, cuda=job.device != "cpu", gpus=job.gpus_here, ranks_here=job.ranks_here
+    )
     parts = {part: [task for task in tasks if task.part == part] for part in ("here", "right", "good")}
     report.rows = [row_of(task.name, task.about, found[task.name]) for task in parts["right"]]
     others = [row_of(task.name, task.about, found[task.name]) for task in (*parts["here"], *parts["good"])]

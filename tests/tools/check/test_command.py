@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp2.__main__ import main
 from fsdp2.tools.check.command import _report, _write
@@ -70,6 +71,14 @@ def test_the_command_of_the_report_can_be_run():
     job: Any = SimpleNamespace(device="cpu", gpus_here=0, ranks_here=1)
     report = _report(["--only", "tensor parallel"], {}, job, [], interrupted=False)
     assert report.command == "python -m fsdp2 check --only 'tensor parallel'"
+
+
+def test_the_version_of_torch_is_known_without_a_worker(monkeypatch):
+    """Where the first check died, the report took 2.13 for granted, and did not note that this torch was not tested."""
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    job: Any = SimpleNamespace(device="cpu", gpus_here=0, ranks_here=1)
+    report = _report([], {}, job, [], interrupted=False)
+    assert report.problems[0].startswith("torch 2.9.1: fsdp2 was tested with torch 2.11 to")
 
 
 @pytest.mark.slow

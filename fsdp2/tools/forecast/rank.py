@@ -206,12 +206,12 @@ _SITE = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))
 def check_mesh(mesh: Mapping[str, int], rank: int) -> None:
     """Raise ValueError if ``mesh`` is not a mesh, or ``rank`` is not one of its ranks."""
     sizes = mesh.items() if isinstance(mesh, Mapping) else [(None, 0)]
-    if not all(isinstance(name, str) and type(size) is int and size >= 1 for name, size in sizes):
+    if not sizes or not all(isinstance(name, str) and type(size) is int and size >= 1 for name, size in sizes):
         raise ValueError(f"forecast: mesh={mesh!r}; expected names and sizes of at least 1, as in {{'shard': 16}}")
     ranks = math.prod(mesh.values())
-    if not mesh or type(rank) is not int or not 0 <= rank < ranks:
+    if type(rank) is not int or not 0 <= rank < ranks:
         raise ValueError(
-            f"forecast: rank {rank!r} of a mesh of {ranks if mesh else 0} ranks; expected a number of at least 0 that "
+            f"forecast: rank {rank!r} of a mesh of {ranks} ranks; expected a number of at least 0 that "
             "is less than the number of ranks"
         )
 

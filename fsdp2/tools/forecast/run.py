@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2._naming import class_name
 from fsdp2._trace import Source, recording_with
 from fsdp2.engine.index import groups_below
 from fsdp2.engine.param import FSDPParam
@@ -71,7 +72,8 @@ def forecast(
         RuntimeError: This process already has a process group; the code reads a value, needs a device, makes a mesh of
             more ranks, or calls an operator without a fake kernel; or, with ``beside``, the code uses a feature that
             torch's own lacks, or fails with torch's own.
-        TypeError: ``build`` did not return a module, or ``hardware`` is no ``Hardware``.
+        TypeError: ``build`` or ``step`` is no function, ``build`` did not return a module, or ``hardware`` is no
+            ``Hardware``.
         ValueError: ``mesh`` is not a mesh, the mesh does not have the ``rank``, or ``backend``, ``steps`` or ``beside``
             is invalid.
 
@@ -92,6 +94,9 @@ def forecast(
         raise ValueError(f'forecast: steps={steps}, beside={beside!r}; expected at least one step, and None or "torch"')
     if backend not in ("nccl", "gloo"):
         raise ValueError(f'forecast: backend={backend!r}; expected "nccl", or "gloo" for CPUs')
+    for name, function in (("build", build), ("step", step)):
+        if not callable(function) or isinstance(function, nn.Module):
+            raise TypeError(f"forecast: {name} is a {class_name(function)}; expected a function, as in the example")
     if not isinstance(hardware, Hardware):
         raise TypeError(f"forecast: hardware={hardware!r}; expected a Hardware, as fsdp2.forecasting.cost has it")
     check_mesh(mesh, rank)

@@ -532,7 +532,7 @@ def test_weights_are_not_loaded(tmp_path):
     ("change", "error", "text"),
     [
         ({"mesh": {"shard": 0}}, ValueError, "sizes of at least 1"),
-        ({"mesh": {}}, ValueError, "mesh of 0 ranks"),
+        ({"mesh": {}}, ValueError, "mesh={}; expected names and sizes of at least 1"),
         ({"mesh": 8}, ValueError, "mesh=8; expected names and sizes of at least 1"),
         ({"mesh": {"shard": True}}, ValueError, "sizes of at least 1"),
         ({"steps": 0}, ValueError, "steps=0.*expected at least one step"),
@@ -541,6 +541,8 @@ def test_weights_are_not_loaded(tmp_path):
         ({"rank": "0"}, ValueError, "rank '0' of a mesh of 8 ranks"),
         ({"backend": "mpi"}, ValueError, 'backend=\'mpi\'; expected "nccl", or "gloo"'),
         ({"hardware": "h100"}, TypeError, "hardware='h100'; expected a Hardware"),
+        ({"build": nn.Linear(2, 2)}, TypeError, "build is a Linear; expected a function"),
+        ({"step": None}, TypeError, "step is a NoneType; expected a function"),
         ({"build": lambda mesh: None}, TypeError, "build returned NoneType; expected a module"),
     ],
 )

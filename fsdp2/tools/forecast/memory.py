@@ -72,6 +72,7 @@ class Memory(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Storage]] = {}
         self._base: list[Block] = []
+        self._began = running()
         self._changes: list[tuple[Block, int, str, float]] = []
         self._sent: list[Block] = []
 
@@ -113,12 +114,13 @@ class Memory(TorchDispatchMode):
     def begin(self) -> None:
         """Record changes from now on."""
         self._base = [block for block in self._blocks.values() if block.nbytes]
+        self._began = self._running()
         self._changes.clear()
 
     def peak(self) -> Peak:
         """Return the largest number of live bytes since ``begin``."""
         now = most = sum(block.nbytes for block in self._base)
-        at, running = 0, self._running()
+        at, running = 0, self._began
         for index, (block, sign, label, _) in enumerate(self._changes):
             now += sign * block.nbytes
             if now > most:

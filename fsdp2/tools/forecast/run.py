@@ -212,7 +212,7 @@ def _measured(job: _Job, library: str) -> Forecast:
         begin = 0.0
         for number in range(1, job.steps + 1):
             _set_kinds(memory, model, optimizer)
-            following.begin(f"step {number} of {job.steps}", "step")
+            following.begin(f"step {number} of {job.steps}", "before forward")
             begin = clock.begin()
             memory.begin()
             job.step(model, optimizer)

@@ -528,6 +528,22 @@ def test_weights_are_not_loaded(tmp_path):
     assert forecast(prints_and_loads, step, mesh={"shard": 8}).peak_bytes > 0
 
 
+def test_a_peak_at_the_beginning_of_a_step():
+    """What a step frees first was said to be live "after backward", where it ends."""
+
+    def builds(mesh: Any) -> Any:
+        model, _ = build(mesh, layers=1)
+        model.batch = torch.empty(1 << 30)
+        return model
+
+    def frees(model: Any, optimizer: Any) -> None:
+        model.batch = None
+        step(model, torch.optim.SGD(model.parameters()))
+
+    peak = forecast(builds, frees, mesh={"shard": 8}, steps=1).peak
+    assert peak.running == "before forward" and peak.by_kind["activations"] == 4 << 30
+
+
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [

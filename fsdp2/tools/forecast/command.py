@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -52,9 +53,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         hardware = _hardware(given)
         settings = _unique("--compare", given.compare)
-        build, step = _functions(given.build, given.step)
         options = {"hardware": hardware, "backend": given.backend, "steps": given.steps, "beside": given.beside}
-        with _Progress() as progress:
+        # What the user's code prints is no part of the JSON.
+        with redirect_stdout(sys.stderr) if given.json else nullcontext(), _Progress() as progress:
+            build, step = _functions(given.build, given.step)
             cases = compare(build, step, given.mesh, settings, progress=progress, **options)
     except ValueError as error:
         parser.error(str(error))

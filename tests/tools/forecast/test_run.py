@@ -226,6 +226,21 @@ def test_command_line(capsys):
     assert str(H100) not in table
 
 
+def prints(model: Any, optimizer: Any) -> None:
+    """Train once, and say so."""
+    step(model, optimizer)
+    print("trained")
+
+
+def test_json_is_all_that_is_printed(capsys):
+    """What a step printed came before the JSON, which no program could read then."""
+    assert main([*FORECAST, "--step", "prints", "--steps", "1", "--json"]) == 0
+    written, others = capsys.readouterr()
+    assert json.loads(written)["mesh"] == {"shard": 8} and "trained" in others
+    assert main([*FORECAST, "--step", "prints", "--steps", "1"]) == 0
+    assert capsys.readouterr().out.startswith("trained\none rank of shard 8")
+
+
 def test_settings_side_by_side(capsys, tmp_path):
     """Meshes and arguments of build in one table; which fit, and the fastest of these."""
     command = [*FORECAST, "--mesh", "replicate=3,shard=2"]

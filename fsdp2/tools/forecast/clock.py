@@ -188,6 +188,8 @@ class Clock(TorchDispatchMode):
             self.spans[-1] = replace(self.spans[-1], lane=what[0])
             self._works[id(work)] = work, self.spans[-1].end
             self._current[-1].time = began
+            while self.exposed and self.exposed[-1].end > began:  # compute does not wait here for what was just started
+                self.exposed.pop()
 
     def waited(self, began: Any, work: Any = None) -> None:
         """Let compute wait for the end of ``work``. Waits of streams are handled by their events."""
@@ -260,7 +262,8 @@ class Clock(TorchDispatchMode):
         """Count the bytes of a process group's collective without sending anything."""
         stream = self._current[-1]
         moving = moving_in_group(func, args, kwargs, self.hardware)
-        stream.time = self._communicate(moving, stream.name, stream.time)
+        end = self._communicate(moving, stream.name, stream.time)
+        stream.wait_event(Event(self, end))  # on the compute stream it is a wait, as of any communication
         outputs = [finished_work() if "Work" in str(value.type) else args[0] for value in operator_schema(func).returns]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -541,6 +542,21 @@ def test_weights_are_not_loaded(tmp_path):
         return build(mesh)
 
     assert forecast(prints_and_loads, step, mesh={"shard": 8}).peak_bytes > 0
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_collectives_of_the_step_itself_are_waited_for(backend):
+    """A step that sums something over all ranks had the time in its table, and not by unit nor in red on the page,
+    which said that compute waits for a twentieth of it."""
+
+    def sums(model: Any, optimizer: Any) -> None:
+        dist.all_reduce(torch.empty(1 << 28))
+        step(model, optimizer)
+
+    result = forecast(build, sums, mesh={"shard": 8}, backend=backend)
+    assert sum(result.exposed_by_unit.values()) == pytest.approx(result.exposed_seconds)
+    assert result.timeline.exposed_seconds == pytest.approx(result.exposed_seconds)
+    assert result.exposed_seconds > H100.collective_seconds(1 << 30, range(8), "all_reduce")
 
 
 def test_a_peak_at_the_beginning_of_a_step():

@@ -454,6 +454,13 @@ def test_a_tied_embedding_of_another_size(rank, world, units, new):
     train(6)
 
 
+def tied() -> Untied:
+    """Return one whose weights are tied."""
+    module = Untied()
+    module.head.weight = module.embed.weight
+    return module
+
+
 @on_ranks(2, 4)
 @pytest.mark.parametrize("units", [[], ["embed"], ["embed", "head"]])
 @pytest.mark.parametrize("when", ["at once", "trained"])
@@ -461,13 +468,7 @@ def test_a_tie_that_ends_after_sharding(rank, world, units, when):
     """The head gets a weight of its own: "tied, and its modules show different ones", with the advice to untie it
     before ``fully_shard``. torch trains on with wrong results. The tie may come back, and end again with the weight
     that the head had before."""
-
-    def build() -> nn.Module:
-        module = Untied()
-        module.head.weight = module.embed.weight
-        return module
-
-    both = beside_one_process(build, lambda module: map(module.get_submodule, units))
+    both = beside_one_process(tied, lambda module: map(module.get_submodule, units))
     inputs = torch.arange(6).view(2, 3)
     if when == "trained":
         train_both(both, inputs)
@@ -490,13 +491,7 @@ def test_a_tie_that_ends_at_both_places(rank, world, units, first):
     """Embedding and head each get a parameter of their own, as when a checkpoint that has two is put in place by hand:
     "tied, and its modules show different ones", with the advice to untie between two steps, which had been done. One
     of the modules may be gone, too."""
-
-    def build() -> nn.Module:
-        module = Untied()
-        module.head.weight = module.embed.weight
-        return module
-
-    both = beside_one_process(build, lambda module: map(module.get_submodule, units))
+    both = beside_one_process(tied, lambda module: map(module.get_submodule, units))
     inputs = torch.arange(6).view(2, 3)
     train_both(both, inputs)
     for one in both:

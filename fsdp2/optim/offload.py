@@ -6,7 +6,6 @@ copied to the device, and that of the one before back to the host.
 
 from __future__ import annotations
 
-import math
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -27,6 +26,7 @@ from fsdp2.optim.local.local_step import is_known_elementwise, refuse_not_elemen
 from fsdp2.optim.local.proxies import proxy_of
 from fsdp2.optim.partial import PartialGroups, replace_step, step_of
 from fsdp2.optim.prebuilt import repair
+from fsdp2.sharding.packing import bucket_bytes
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["offload_optimizer_state"]
@@ -86,15 +86,14 @@ def offload_optimizer_state(
         )
     options = _Options(device_budget_bytes, bucket_mb, pin_memory, elementwise)
     options.check()
+    limit = bucket_bytes("offload_optimizer_state", bucket_mb)
     if HOST_STATE in optimizer.__dict__:
         return optimizer
     whole = STEPS_ON_WHOLE in optimizer.__dict__
     if not whole:
         refuse_not_elementwise("offload_optimizer_state", optimizer, elementwise=elementwise)
         use_local_shards(optimizer, elementwise=elementwise)
-    host = HostState(
-        budget_bytes=device_budget_bytes, bucket_bytes=int(bucket_mb * (1 << 20)), pin=pin_memory, whole=whole
-    )
+    host = HostState(budget_bytes=device_budget_bytes, bucket_bytes=limit, pin=pin_memory, whole=whole)
     optimizer.__dict__[HOST_STATE] = host
     if not whole:
         _Offloaded(optimizer, host).take_over()
@@ -118,8 +117,6 @@ class _Options:
             raise ValueError(
                 f"offload_optimizer_state: device_budget_bytes must be a number of bytes >= 0, got {budget!r}"
             )
-        if not 0 < self.bucket_mb < math.inf:
-            raise ValueError(f"offload_optimizer_state: expected a finite bucket_mb > 0, got {self.bucket_mb}")
 
 
 def _carry(optimizer: optim.Optimizer, options: _Options) -> None:

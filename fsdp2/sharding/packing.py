@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from typing import TypeVar
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "RowPlan",
     "TransferSizes",
     "align",
+    "bucket_bytes",
     "in_buckets",
     "plan_chunks",
     "plan_flat",
@@ -169,6 +171,18 @@ def align(value: int, multiple: int = ALIGN_BYTES) -> int:
 
 
 _T = TypeVar("_T")
+
+
+def bucket_bytes(where: str, bucket_mb: float) -> int:
+    """Return the size in bytes of a bucket of ``bucket_mb`` MiB, the argument of the public function ``where``.
+
+    Raises:
+        ValueError: ``bucket_mb`` is not a positive, finite number.
+    """
+    number = isinstance(bucket_mb, Real) and not isinstance(bucket_mb, bool)
+    if not number or not 0 < float(bucket_mb) * 2**20 < math.inf:
+        raise ValueError(f"{where}: bucket_mb must be a positive, finite number of MiB, got {bucket_mb!r}")
+    return max(int(bucket_mb * 2**20), ALIGN_BYTES)
 
 
 def in_buckets(items: Iterable[_T], nbytes: Callable[[_T], int], limit: int) -> Iterator[list[_T]]:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from fsdp2._torch.hooks import outside_dynamo, skipped_by_dynamo
+from fsdp2.sharding.packing import bucket_bytes
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Place, Selection, ranks_of, select
-from fsdp2.weights.transfer import bucket_bytes, check_cast
+from fsdp2.weights.transfer import check_cast
 from fsdp2.weights.whole import Source, check_gatherable, gather_whole
 
 __all__ = ["iter_full_params"]
@@ -62,7 +63,7 @@ def iter_full_params(
         ```
     """
     selection = select(module, "iter_full_params")
-    limit = bucket_bytes(bucket_mb)
+    limit = bucket_bytes("iter_full_params", bucket_mb)
     check_cast("iter_full_params", dtype)
     target = None if device is None else torch.device(device)
     selection.refuse_summoned("iter_full_params")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._warn import warn
 from fsdp2.sharding.boxes import narrow, numel, whole
+from fsdp2.sharding.packing import bucket_bytes
 from fsdp2.weights.buckets import Entry, Part, blocks
 from fsdp2.weights.handed import copies_of_lent, why_unreadable
 from fsdp2.weights.matching import Loaded, check_ties, match, naming, partly_loaded
@@ -24,7 +25,7 @@ from fsdp2.weights.progress import Progress, showing
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.safetensors import WeightFiles
 from fsdp2.weights.select import Place, Selection, ranks_of, select
-from fsdp2.weights.transfer import bucket_bytes, transfer
+from fsdp2.weights.transfer import transfer
 
 __all__ = ["broadcast_from_rank0", "load_safetensors"]
 
@@ -210,7 +211,7 @@ class _FromFirst:
     @classmethod
     def of(cls, selection: Selection, state_dict: Any, strict: bool, bucket_mb: float) -> _FromFirst:
         """Return the values in ``state_dict`` for ``selection``, both of the first rank."""
-        limit = bucket_bytes(bucket_mb)
+        limit = bucket_bytes(_FROM_RANK0, bucket_mb)
         if not isinstance(state_dict, Mapping):
             raise TypeError(
                 f"{_FROM_RANK0}: the state_dict of rank 0 must map names to tensors, got {type(state_dict).__name__}; "

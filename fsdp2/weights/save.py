@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp2._naming import class_name
-from fsdp2.sharding.packing import in_buckets
+from fsdp2.sharding.packing import bucket_bytes, in_buckets
 from fsdp2.weights.buckets import Entry, Part
 from fsdp2.weights.offers import Mine, Offered, check_copies, gather_offers, joined
 from fsdp2.weights.progress import Progress, showing
@@ -23,7 +23,7 @@ from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.safetensors import DTYPE_NAMES, INDEX, RESERVED, path_of, write_header, write_tensor
 from fsdp2.weights.select import Place, Selection, ranks_of, select
 from fsdp2.weights.temporary import temporary_folder
-from fsdp2.weights.transfer import bucket_bytes, check_cast, transfer
+from fsdp2.weights.transfer import check_cast, transfer
 
 __all__ = ["save_safetensors"]
 
@@ -79,7 +79,7 @@ def save_safetensors(
     ranks = ranks_of(model) or Ranks.alone()
     with contextlib.ExitStack() as stack:
         with ranks.agreed():
-            limit = bucket_bytes(bucket_mb)
+            limit = bucket_bytes(_WHERE, bucket_mb)
             selection = select(model, _WHERE)
             selection.check(_WHERE, idle=False)
             target = _Target.of(path_of(path, _WHERE), max_shard_bytes)

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from fsdp2.sharding.boxes import Box, beyond, whole
+from fsdp2.sharding.packing import bucket_bytes
 from fsdp2.sharding.platform import device_of
 from fsdp2.weights.buckets import Entry, Part
 from fsdp2.weights.matching import naming, partly_loaded
 from fsdp2.weights.materialize import materialize
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import Place, ranks_of, select
-from fsdp2.weights.transfer import bucket_bytes, transfer
+from fsdp2.weights.transfer import transfer
 
 __all__ = ["sync_module_states"]
 
@@ -54,7 +55,7 @@ def sync_module_states(module: nn.Module, *, bucket_mb: float = 64.0) -> None:
     ranks = ranks_of(module, managed=True) or Ranks.world()
     with contextlib.ExitStack() as stack:
         with ranks.agreed():
-            limit = bucket_bytes(bucket_mb)
+            limit = bucket_bytes(_WHERE, bucket_mb)
             selection = select(module, _WHERE)
             selection.check(_WHERE, idle=True)
             places = selection.places + selection.left_out

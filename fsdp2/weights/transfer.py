@@ -6,25 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fsdp2.sharding.packing import ALIGN_BYTES, align
+from fsdp2.sharding.packing import align
 from fsdp2.weights.buckets import Entry, Part, buckets
 from fsdp2.weights.ranks import Ranks
 
-__all__ = ["bucket_bytes", "check_cast", "transfer"]
+__all__ = ["check_cast", "transfer"]
 
 Touch = Callable[[Part, torch.Tensor], None]
 """A function that fills or reads one block: a view of the bucket with the block's shape and the entry's dtype."""
-
-
-def bucket_bytes(bucket_mb: float) -> int:
-    """Return the size of a bucket in bytes.
-
-    Raises:
-        ValueError: ``bucket_mb`` is not a positive number.
-    """
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < 1 << 20:
-        raise ValueError(f"bucket_mb must be a positive number of MiB, got {bucket_mb!r}")
-    return max(int(bucket_mb * 2**20), ALIGN_BYTES)
 
 
 def check_cast(where: str, dtype: object) -> None:

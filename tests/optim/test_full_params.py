@@ -926,7 +926,7 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got list"):
         fsdp2.use_full_params([weight])
     for size in (0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"expected a finite bucket_mb > 0, got {size}"):
+        with pytest.raises(ValueError, match=f"bucket_mb must be a positive, finite number of MiB, got {size}"):
             fsdp2.use_full_params(torch.optim.Muon([weight]), bucket_mb=size)
     with pytest.raises(ValueError, match="batched=True, but torch.optim.Muon"):
         fsdp2.use_full_params(torch.optim.Muon([weight]), batched=True)

@@ -218,9 +218,9 @@ def test_refused_arguments(rank, world):
     """At the call, not at the first item."""
     module = build_sharded("mlp", world)
     for options, error, text in (
-        ({"bucket_mb": 0}, ValueError, "bucket_mb must be a positive number"),
-        ({"bucket_mb": float("nan")}, ValueError, "bucket_mb must be a positive number"),
-        ({"bucket_mb": "1"}, ValueError, "bucket_mb must be a positive number"),
+        ({"bucket_mb": 0}, ValueError, "bucket_mb must be a positive, finite number"),
+        ({"bucket_mb": float("nan")}, ValueError, "bucket_mb must be a positive, finite number"),
+        ({"bucket_mb": "1"}, ValueError, "bucket_mb must be a positive, finite number"),
         ({"dtype": torch.int32}, TypeError, "floating-point torch.dtype"),
         ({"dtype": "bf16"}, TypeError, "floating-point torch.dtype"),
     ):

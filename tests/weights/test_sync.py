@@ -176,7 +176,7 @@ def test_ranks_differ(rank, world, sharded):
         fsdp2.sync_module_states(module)
     with pytest.raises(TypeError, match="expected an nn.Module"):
         fsdp2.sync_module_states(None)
-    with pytest.raises(ValueError, match="bucket_mb must be a positive number"):
+    with pytest.raises(ValueError, match="bucket_mb must be a positive, finite number"):
         fsdp2.sync_module_states(module, bucket_mb=0 if rank else 64)
 
 

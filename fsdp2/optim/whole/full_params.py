@@ -7,7 +7,6 @@ are written to the shards. The next bucket is sent while one is computed.
 
 from __future__ import annotations
 
-import math
 import types
 import zlib
 from collections import defaultdict
@@ -35,6 +34,7 @@ from fsdp2.optim.whole.lending import Alone, Lending, Matrices, batches_of
 from fsdp2.optim.whole.owners import default_cost, mesh_ranks
 from fsdp2.optim.whole.ownership import Owned, Ownership, RankSet, digest_of
 from fsdp2.optim.whole.stacks import Stacks
+from fsdp2.sharding.packing import bucket_bytes
 from fsdp2.sharding.spec import on_this_rank
 
 __all__ = ["kept_params", "use_full_params"]
@@ -117,8 +117,7 @@ def use_full_params(
             f"use_full_params: expected a torch.optim.Optimizer, got {type(optimizer).__name__}; pass the optimizer "
             "that a wrapper holds"
         )
-    if not 0 < bucket_mb < math.inf:
-        raise ValueError(f"use_full_params: expected a finite bucket_mb > 0, got {bucket_mb}")
+    limit = bucket_bytes("use_full_params", bucket_mb)
     if STEPS_ON_WHOLE in optimizer.__dict__:
         return optimizer
     _check_kind(optimizer)
@@ -128,10 +127,9 @@ def use_full_params(
             "optimizer that takes batches of matrices. Leave batched out"
         )
     stacks = Stacks(optimizer, stacked)
-    bucket_bytes = int(bucket_mb * (1 << 20))
     options = {"overlap": overlap_backward, "keep": keep_full_params, "batched": batched}
     ownership = partial(Ownership, cost=cost or default_cost, stacks=stacks, over_replicas=over_replicas)
-    steps = _FullParams(optimizer, ownership, bucket_bytes, stacks, **options)
+    steps = _FullParams(optimizer, ownership, limit, stacks, **options)
     steps.take_over()
     optimizer.__dict__[STEPS_ON_WHOLE] = steps
     return optimizer

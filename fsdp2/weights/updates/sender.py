@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2._naming import check_module
-from fsdp2.sharding.packing import in_buckets
+from fsdp2.sharding.packing import bucket_bytes, in_buckets
 from fsdp2.weights.offers import Mine
 from fsdp2.weights.ranks import Ranks
 from fsdp2.weights.select import ranks_of
-from fsdp2.weights.transfer import bucket_bytes
 from fsdp2.weights.updates.bucket import Update, WeightBucket
 from fsdp2.weights.updates.collect import Collector
 from fsdp2.weights.updates.link import Link, ToFunction, ToGroup
@@ -90,7 +89,7 @@ class WeightSender:
         self._ranks = (ranks_of(model) or Ranks.alone()).on_one_axis()
         with self._ranks.agreed():
             check_module(model, _WHERE)
-            limit = bucket_bytes(bucket_mb)
+            limit = bucket_bytes(_WHERE, bucket_mb)
             self._names = checked_names(_WHERE, mapping)
             self._dtypes = checked_dtypes(_WHERE, dtype)
         # The first rank's count: with others, ranks would misread each other's bytes.

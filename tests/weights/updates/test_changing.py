@@ -237,7 +237,7 @@ def test_refused_before_anything_is_sent(rank, world):
     error = raised(lambda: WeightSender(module, mapping={"x": "y"} if rank == 0 else None).send(seen.append))
     assert "the mapping has 'x', which is no name of the model's" in error
     for options, text in (
-        ({"bucket_mb": 0}, "ValueError: bucket_mb must be a positive number"),
+        ({"bucket_mb": 0}, "ValueError: WeightSender: bucket_mb must be a positive, finite number"),
         ({"dtype": torch.int8}, "TypeError: WeightSender: dtype must be a floating-point"),
         ({"mapping": [1]}, "TypeError: WeightSender: mapping must be a mapping"),
     ):

@@ -201,15 +201,6 @@ def test_a_group_of_one_dtype_is_cast_by_one_kernel() -> None:
     assert [len(rank.buffers.fills) for rank in ranks] == [1, 1]
 
 
-def test_one_rank_communicates_nothing() -> None:
-    items = [matrix(3, 5, ranks=1), matrix(4, 4, ranks=1, order=(1, 0), dim=1)]
-    wholes = numbered(items)
-    ranks = make_ranks(items, PACKED, wholes)
-    gather(ranks)
-    assert ranks[0].axis.group is None
-    assert_gathered(ranks, wholes)
-
-
 @pytest.mark.parametrize("columns", [8, 3], ids=["no gaps", "gaps"])
 def test_one_kernel_unpacks_what_lies_in_rank_order(columns: int) -> None:
     """Whatever the alignment leaves between the pieces; a cut along another dimension goes by copies."""
@@ -310,14 +301,6 @@ def test_shards_on_the_host_are_copied_beside_the_gather_before() -> None:
         copies.end()
         assert wires[2].bytes.untyped_storage().nbytes() == 0
         assert copy.clocks[gather.name] == gather.clocks[gather.name]
-
-
-def test_views_of_a_buffer_have_version_counters_of_their_own() -> None:
-    buffer = Buffer(64, CPU)
-    parameter, place = buffer.view(0, 4, torch.float32), buffer.view(0, 4, torch.float32)
-    place.fill_(1.0)
-    assert (parameter._version, place._version) == (0, 1)
-    assert parameter.tolist() == [1.0] * 4
 
 
 def test_an_empty_buffer_is_harmless() -> None:

@@ -227,10 +227,6 @@ def test_every_call_has_one_backward(names: list[str]) -> None:
     assert visits(order, "abcd") == [None] * 4
 
 
-def test_several_forwards_wait_for_their_backwards() -> None:
-    assert visits(recorded("abab"), "baba") == ["a", "b", "a", None]
-
-
 def test_backwards_in_the_order_of_the_forwards_find_their_own_calls() -> None:
     """Group a ran twice, then both backwards run: the latest call's first."""
     assert visits(recorded("abac"), "ca") == ["a", "b"]

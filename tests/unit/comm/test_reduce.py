@@ -244,11 +244,21 @@ def test_half_precision_is_divided_before_the_sum_in_memory_of_its_own() -> None
     assert torch.equal(grads[0][0], torch.full((8, 4), 60000.0, dtype=torch.float16))
 
 
-def test_an_exchange_sums_in_fp32_what_travelled_in_less() -> None:
-    made = Chunk([weight(8)], (torch.bfloat16, torch.bfloat16, torch.float32))
-    made.run([[torch.full((8, 4), value, dtype=torch.bfloat16)] for value in (256.0, 1.0)], exchange=True)
-    assert made.sent().sent.dtype is torch.bfloat16
-    assert torch.equal(made.delivered[0][0], torch.full((4, 4), 128.5))
+@pytest.mark.parametrize(
+    ("gradient", "reduce", "values", "mean"),
+    [
+        (torch.bfloat16, torch.bfloat16, (256.0, 1.0), 128.5),  # 256 + 1 is 256 in bfloat16
+        (torch.float32, torch.bfloat16, (2.0, 4.0), 3.0),
+        (torch.float32, torch.float64, (1.0, *[2.0**-24] * 3), (1 + 3 * 2.0**-24) / 4),
+    ],
+)
+def test_an_exchange_sends_in_the_reduce_dtype_and_sums_in_float32_at_least(
+    gradient: torch.dtype, reduce: torch.dtype, values: tuple[float, ...], mean: float
+) -> None:
+    made = Chunk([weight(8, ranks=len(values))], (gradient, reduce, torch.float32))
+    made.run([[torch.full((8, 4), value, dtype=gradient)] for value in values], exchange=True)
+    assert made.sent().sent.dtype is reduce
+    assert torch.equal(made.delivered[0][0], torch.full((8 // len(values), 4), mean))
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -388,22 +398,23 @@ class Arena:
         return torch.full((numel + self.skip,), -1.0, dtype=dtype)[self.skip :].view(size)
 
 
-@pytest.mark.parametrize("dtypes", [DTYPES[2], DTYPES[4]], ids=["cast", "divided"])
-def test_a_custom_collective_gets_memory_that_it_allocated(dtypes: tuple[torch.dtype, ...]) -> None:
-    """Half precision is divided there, before it is sent."""
-    arena = Arena(0)
-    made = Chunk([weight(8)], dtypes, options={"custom": arena})
+@pytest.mark.parametrize(
+    ("cuts", "dtypes", "numel"),
+    [([weight(8)], DTYPES[2], 32), ([weight(8)], DTYPES[4], 32), ([weight(8), weight(3)], FP32, 48)],
+    ids=["cast", "divided", "packed"],
+)
+def test_a_custom_collective_gets_memory_that_it_allocated(
+    cuts: list[ShardLayout], dtypes: tuple[torch.dtype, ...], numel: int
+) -> None:
+    """It may be part of something larger. Half precision is divided there, before it is sent."""
+    arena = Arena(skip=16)
+    made = Chunk(cuts, dtypes, options={"custom": arena})
     assert_reduced(made, exchange=True)
-    assert arena.allocated == [(32, dtypes[1]), (16, dtypes[1])] * 2
+    assert arena.allocated == [(numel, dtypes[1]), (numel // 2, dtypes[1])] * 2
     assert made.sent().kind == "reduce_scatter"
 
 
 # ---- defects there were ----
-
-
-def test_memory_of_a_custom_collective_may_be_part_of_something_larger() -> None:
-    made = Chunk([weight(8), weight(3)], options={"custom": Arena(skip=16)})
-    assert_reduced(made)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -426,19 +437,6 @@ def test_ranks_agree_on_the_wire_whatever_they_kept() -> None:
     grads = gradients(made)
     grads[0] = [grad.float() for grad in grads[0]]
     assert_reduced(made, grads, exchange=True)
-
-
-def test_an_exchange_sends_no_more_than_the_reduce_dtype_takes() -> None:
-    made = Chunk([weight(8)], (torch.float32, torch.bfloat16, torch.float32))
-    made.run(gradients(made), exchange=True)
-    assert made.sent().sent.dtype is torch.bfloat16
-
-
-def test_an_exchange_sums_in_the_reduce_dtype() -> None:
-    dtypes = (torch.float32, torch.float64, torch.float32)
-    made = Chunk([weight(8, ranks=4)], dtypes)
-    made.run([[torch.full((8, 4), value)] for value in (1.0, 2.0**-24, 2.0**-24, 2.0**-24)], exchange=True)
-    assert made.delivered[0][0][0, 0].item() * 4 == pytest.approx(1 + 3 * 2.0**-24, rel=2**-23)
 
 
 @settings(max_examples=60)

@@ -14,30 +14,13 @@ OTHER = (torch.int64, torch.uint8, torch.bool, torch.complex64)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATING, *OTHER])
-def test_without_a_policy_nothing_is_cast(dtype: torch.dtype) -> None:
-    assert compute_dtype(dtype, MixedPrecisionPolicy()) is dtype
-    assert reduce_dtype(dtype, MixedPrecisionPolicy()) is dtype
-
-
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_param_dtype_is_for_computing_and_by_default_for_reducing(dtype: torch.dtype) -> None:
-    """As torch's policy means it: since 2.15 its default is to reduce in the parameter's own dtype."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    assert compute_dtype(dtype, policy) is torch.bfloat16
-    assert reduce_dtype(dtype, policy) is (dtype if torch_since("2.15") else torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", FLOATING)
-def test_reduce_dtype_is_for_reducing_alone(dtype: torch.dtype) -> None:
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    assert compute_dtype(dtype, policy) is dtype
-    assert reduce_dtype(dtype, policy) is torch.float32
-
-
-@pytest.mark.parametrize("dtype", OTHER)
-def test_what_is_not_floating_point_keeps_its_dtype_in_compute(dtype: torch.dtype) -> None:
-    assert compute_dtype(dtype, MixedPrecisionPolicy(param_dtype=torch.bfloat16)) is dtype
-
-
-def test_a_complex_gradient_is_not_summed_in_a_real_dtype() -> None:
-    assert reduce_dtype(torch.complex64, MixedPrecisionPolicy(reduce_dtype=torch.float32)).is_complex
+@pytest.mark.parametrize("param", [None, torch.bfloat16])
+@pytest.mark.parametrize("reduce", [None, torch.float32])
+def test_dtypes_of_a_parameter(dtype: torch.dtype, param: torch.dtype | None, reduce: torch.dtype | None) -> None:
+    """What is not floating-point keeps its own. Where the policy has no ``reduce_dtype``, torch reduces in the dtype of
+    the parameter since 2.15, and before in that of computation."""
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    computed = param if param and dtype.is_floating_point else dtype
+    default = dtype if torch_since("2.15") else computed
+    assert compute_dtype(dtype, policy) is computed
+    assert reduce_dtype(dtype, policy) is (reduce if reduce and dtype.is_floating_point else default)

@@ -22,6 +22,7 @@ from fsdp2._torch.collectives import default_store
 from tests.ranks.apart import Ended, run_apart
 from tests.support.counting import Collectives
 from tests.support.parity import assert_gradients, beside_one_process
+from tests.support.pool import on_ranks
 
 
 class Branches(nn.Module):
@@ -314,11 +315,6 @@ def test_ranks_with_other_gradients_in_the_first_backward():
     assert [one.status for one in ended] == [0, 0], ended
 
 
-def test_a_unit_skipped_by_one_of_four_is_named():
-    (error,) = set(told(run_apart(skip_first, 4)))
-    assert "rank 0, 1, 2: gather 'b' in forward; rank 3: gather 'c' in forward" in error
-
-
 def sees_alone(rank: int, world: int, *, checks: bool) -> None:
     """The forward clamps a unit that was gathered ahead; rank 0 alone has a value that this changes."""
     fsdp2.set_rank_checks(checks)
@@ -445,59 +441,63 @@ def test_different_models_are_told_apart_at_the_first_forward(program, text):
     assert all(text in error for error in errors), errors
 
 
-def other_seed(rank: int, world: int) -> None:
-    """Ranks built the model from different seeds."""
-    train(sharded(seed=rank))
-
-
-def other_seed_strictly(rank: int, world: int) -> None:
-    """The same, where warnings are errors."""
-    warnings.simplefilter("error")
-    other_seed(rank, world)
-
-
-def same_seed(rank: int, world: int) -> None:
+def of_one_seed(rank: int) -> Branches:
     """Ranks built the model alike."""
-    train(sharded())
+    return sharded()
 
 
-def loaded(rank: int, world: int) -> None:
-    """Ranks built the model from different seeds, but then loaded weights."""
+def of_other_seeds(rank: int) -> Branches:
+    """Ranks built it from different seeds."""
+    return sharded(seed=rank)
+
+
+def loaded(rank: int) -> Branches:
+    """So they did, but then they loaded weights."""
     model = sharded(seed=rank)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.5)
-    train(model)
+    return model
 
 
-def synced(rank: int, world: int) -> None:
-    """Ranks built the model from different seeds, but made it equal before they sharded it."""
+def synced(rank: int) -> Branches:
+    """So they did, but made it equal before they sharded it."""
     torch.manual_seed(rank)
     model = Branches()
     fsdp2.sync_module_states(model)
-    train(fsdp2.fully_shard(model))
+    return fsdp2.fully_shard(model)
 
 
-def written(rank: int, world: int) -> None:
-    """Ranks built the model alike, and then one wrote to its own shard."""
+def written(rank: int) -> Branches:
+    """Ranks built it alike, and then one wrote to its own shard, so that it has no first values to show."""
     model = sharded()
     if rank == 1:
         model.a.weight.to_local().detach().mul_(0.5)
-    train(model)
+    return model
 
 
-def test_different_seeds_are_warned_of():
-    """The warning names the parameter, the ranks and what helps; nothing is said where weights were made equal, or
-    where one rank has no first values to show for a unit. It points to the user's line: it pointed to one of fsdp2."""
-    for program in (other_seed, same_seed, loaded, synced, written):
-        warned = program is other_seed
-        ended = run_apart(program, 3 if warned else 2)
-        assert {one.status for one in ended} == {0}, [one.output for one in ended]
-        text = "a.weight: ranks 1, 2 started from other values than rank 0 (on rank 1 it begins with "
-        assert (text in ended[0].output) == warned, ended[0].output
-        assert bool(re.search(r"/tests/\S+\.py:\d+: UserWarning: a\.weight: ", ended[0].output)) == warned, ended[0]
-        assert ("torch.manual_seed with the same seed on every rank" in ended[0].output) == warned
-        assert all("other values" not in one.output for one in ended[1:])
+@on_ranks(2)
+@pytest.mark.parametrize("build", [of_one_seed, of_other_seeds, loaded, synced, written], ids=lambda one: one.__name__)
+def test_different_seeds_are_warned_of(rank, world, build):
+    """Rank 0 alone warns, and points to the user's line: it pointed to one of fsdp2."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(build(rank))
+    told = [one for one in caught if "other values" in str(one.message)]
+    assert len(told) == (rank == 0 and build is of_other_seeds), told
+    for one in told:
+        assert one.filename == __file__
+        assert re.match(
+            r"a\.weight: rank 1 started from other values than rank 0 \(on rank 1 it begins with .*"
+            r"torch\.manual_seed with the same seed on every rank",
+            str(one.message),
+        )
+
+
+def other_seed_strictly(rank: int, world: int) -> None:
+    """Ranks built the model from different seeds where warnings are errors."""
+    warnings.simplefilter("error")
+    train(of_other_seeds(rank))
 
 
 def test_where_that_warning_is_an_error():

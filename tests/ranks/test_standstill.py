@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2._torch.collectives import default_store
-from fsdp2.ranks import board, standstill
+from fsdp2.ranks import board, process, standstill
 from fsdp2.ranks.standstill import Standstill
 from fsdp2.ranks.store import Connections, Keys
 from tests.ranks.apart import SOON, Awaits, Ended, run_apart, until_logged
@@ -102,7 +102,7 @@ def without_checks(rank: int, world: int) -> None:
     fsdp2.fully_shard(model)
     fsdp2.set_rank_checks(False)
     if rank == 0:
-        time.sleep(4 * standstill._PATIENCE_SECONDS)
+        time.sleep(2.5 * standstill._PATIENCE_SECONDS)
     dist.barrier()
 
 
@@ -227,15 +227,19 @@ def test_a_meeting_that_is_given_up_says_where_the_others_are():
 
 
 def as_the_interpreter_ends(program: object, rank: int, world: int) -> None:
-    """Leave an exception to the interpreter, which notes it before functions that run at exit; then end."""
+    """Leave an exception to the interpreter, which notes it before functions that run at exit; then end.
+
+    This process need not wait for readers of what it says: it does not host the store.
+    """
+    process._READERS_SECONDS = 0.0
     try:
         program(rank, world)
     except RuntimeError as error:
         sys.last_value = error
         raise
     finally:
-        for process in list(fsdp2.ranks.process._processes.values()):
-            process.leave()
+        for one in [*process._processes.values()]:
+            one.leave()
 
 
 def barrier_that_breaks(rank: int, world: int) -> None:

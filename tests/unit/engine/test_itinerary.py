@@ -77,24 +77,18 @@ def recorded(names: Iterable[str]) -> BackwardRoute[Group]:
     return route
 
 
-@given(calls)
-def test_the_first_forward_gets_no_advice(names: list[str]) -> None:
-    assert forward("", names) == [None] * len(names)
-
-
-@given(calls)
-def test_a_repeated_forward_gets_the_next_call(names: list[str]) -> None:
-    assert forward(names, names) == following(names)
-
-
-@given(calls, calls)
-def test_advice_ends_where_the_forward_goes_another_way(known: list[str], names: list[str]) -> None:
+@given(calls, calls, calls)
+def test_advice_is_the_next_call_until_the_forward_goes_another_way(
+    common: list[str], known: list[str], names: list[str]
+) -> None:
+    """The first forward gets none, and one that is repeated for each of its calls."""
+    known, names = common + known, common + names
     advice = forward(known, names)
-    common = 0
-    while common < min(len(known), len(names)) and known[common] == names[common]:
-        common += 1
-    assert advice[:common] == [known[i + 1] if i + 1 < len(known) else None for i in range(common)]
-    assert advice[common:] == [None] * (len(names) - common)
+    alike = 0
+    while alike < min(len(known), len(names)) and known[alike] == names[alike]:
+        alike += 1
+    assert advice[:alike] == following(known)[:alike]
+    assert advice[alike:] == [None] * (len(names) - alike)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["forward", "evaluation"]), calls), min_size=1, max_size=5))

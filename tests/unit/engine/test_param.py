@@ -140,14 +140,6 @@ def test_an_adopted_shard_brings_what_it_knows(dp2: DataParallelMesh) -> None:
 # ---- gradients ----
 
 
-def test_a_gradient_is_taken_once(param: FSDPParam) -> None:
-    assert not have_gradients([param])[0] and not take_gradients([param], CPU)[0].any()
-    (param.full * 2).sum().backward()
-    assert have_gradients([param])[0]
-    assert torch.equal(take_gradients([param], CPU)[0], torch.full((4, 3), 2.0))
-    assert not have_gradients([param])[0] and param.full.grad is None
-
-
 def test_a_sparse_gradient_is_refused_by_name(param: FSDPParam) -> None:
     nn.functional.embedding(torch.tensor([1]), param.full, sparse=True).sum().backward()
     with pytest.raises(NotImplementedError, match=r"layers.0.weight: its gradient is torch.sparse_coo.*sparse=False"):

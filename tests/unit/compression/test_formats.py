@@ -140,19 +140,6 @@ def test_rounding_by_chance_goes_up_as_often_as_the_value_is_far(kind: torch.dty
     assert len(outs[:, 0, 1].unique()) == 2
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_sums_are_unbiased(kind: torch.dtype | str) -> None:
-    """The mean of many encodings is within five standard errors; a step's error has at most half a step's deviation."""
-    values, form, noise, count = random_values(2, 2), BlockFormat(kind, BLOCK), Noise(5), 400
-    total = torch.zeros(values.shape, dtype=torch.float64)
-    for _ in range(count):
-        total += coded(values, form, noise)[1]
-    bound = 5 * 0.5 * steps(values, kind) / math.sqrt(count)
-    assert ((total / count - values).abs() <= bound).all()
-    nearest = coded(values, form)[1].double()
-    assert ((nearest - values).abs() > bound).any()  # which rounding to the nearest is not
-
-
 def test_noise_is_uniform_and_differs() -> None:
     noise, like = Noise(1), torch.empty(1 << 16)
     first, second, other = noise(like), noise(like), Noise(2)(like)

@@ -50,20 +50,44 @@ def test_a_module_whose_import_has_begun_is_not_passed_after_the_end(
     del sys.modules["waited_while"]
 
 
-PREBUILT = """
+LATE = """
 import sys
 import torch
 import torch.distributed as dist
 from torch import nn
 import fsdp2
+from fsdp2._torch.compile import around_compilation
+
+calls = []
+around_compilation(lambda: calls.append("start"), lambda: calls.append("end"))
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.two(x), (x,))
+
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.init_device_mesh("cpu", (1,))
+model = fsdp2.fully_shard(Branches(), mesh=mesh)
+assert "torch._dynamo" not in sys.modules
+with torch.no_grad():
+    model(torch.ones(1, 4))  # torch.cond imports and uses Dynamo
+print("compilations:", *calls)
+torch._dynamo.reset()
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+print("compilations:", *calls)
 
 model = nn.Linear(4, 4, bias=False)
 optimizer = torch.optim.AdamW(model.parameters())
 model(torch.ones(1, 4)).sum().backward()
 optimizer.step()
 optimizer.zero_grad()
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-fsdp2.fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+fsdp2.fully_shard(model, mesh=mesh)
 assert "torch.distributed.checkpoint.state_dict" not in sys.modules
 import torch.distributed.checkpoint.state_dict as checkpoints
 
@@ -73,13 +97,27 @@ loaded = {"state": {"weight": {**moments, "step": torch.tensor(3.0)}}, "param_gr
 options = checkpoints.StateDictOptions(full_state_dict=True)
 checkpoints.set_optimizer_state_dict(model, optimizer, loaded, options=options)
 state = optimizer.state[model.weight]
-print(int(state["step"]), state["exp_avg"].to_local().unique().tolist())
+print("loaded:", int(state["step"]), state["exp_avg"].to_local().unique().tolist())
 dist.destroy_process_group()
 """
 
 
-def test_checkpoints_that_are_imported_last_load_a_prebuilt_optimizer() -> None:
+@pytest.fixture(scope="module")
+def late() -> tuple[list[str], str]:
+    """Return what a new process prints that imports Dynamo and torch's checkpoints last, and what goes wrong in it."""
+    run = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, capture_output=True, text=True)
+    return run.stdout.splitlines(), run.stderr
+
+
+@probes("around_compilation")
+def test_compilations_are_noticed(late: tuple[list[str], str]) -> None:
+    """In the first forward, which imports Dynamo, and after a reset, which makes Dynamo forget whom to tell."""
+    printed, errors = late
+    assert printed[:2] == ["compilations: start end", "compilations: start end start end"], errors
+
+
+def test_checkpoints_that_are_imported_last_load_a_prebuilt_optimizer(late: tuple[list[str], str]) -> None:
     """Their module is not imported by fsdp2. It looks up parameters that the optimizer was given before they were cut,
     and raised ``KeyError`` for them."""
-    run = subprocess.run([sys.executable, "-c", PREBUILT], cwd=ROOT, capture_output=True, text=True)
-    assert run.stdout.split() == ["3", "[2.0]"], run.stderr
+    printed, errors = late
+    assert printed[2:] == ["loaded: 3 [2.0]"], errors

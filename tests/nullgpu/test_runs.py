@@ -1,7 +1,7 @@
 """Every public name, setter and option of fsdp2 runs on device "cuda" with NCCL's process group, and in order.
 
 Values mean nothing here. CUDA, NCCL and torch must take every call, and the recorder of ``ordering.py`` must find
-nothing.
+nothing. What torch's own ``fully_shard`` can do too runs in ``test_torch.py``, with both.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torchs
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -81,6 +82,11 @@ def over_copies(mesh: DeviceMesh) -> DeviceMesh:
 
 
 # ---- public names ----
+
+
+def without_options(mesh: DeviceMesh) -> None:
+    """Train with what is the default."""
+    trained(mesh)
 
 
 def unsharded_handle(mesh: DeviceMesh) -> None:
@@ -312,7 +318,7 @@ NAMES: dict[str, Callable[..., None]] = {
         mesh, compression=fsdp2.CompressionPolicy(torch.int8, "int4", "int4", min_numel=1024)
     ),
     "DataParallelMeshDims": on_one_mesh,
-    "FSDPModule": lambda mesh: trained(mesh),
+    "FSDPModule": without_options,
     "GradientReductionHandle": finalized,
     "MixedPrecisionPolicy": lambda mesh: trained(mesh, mp_policy=MIXED),
     "OffloadPolicy": lambda mesh: trained(mesh, offload_policy=fsdp2.OffloadPolicy()),
@@ -329,7 +335,7 @@ NAMES: dict[str, Callable[..., None]] = {
     "cpu_offload_by_budget": by_budget,
     "forecast": forecasted,
     "fsdp_modules": looked_at,
-    "fully_shard": lambda mesh: trained(mesh),
+    "fully_shard": without_options,
     "get_state_dict_type": state_dicts,
     "install": installed,
     "iter_full_params": summoned,
@@ -402,7 +408,7 @@ OPTIONS: dict[str, Callable[[DeviceMesh], Any]] = {
     "mesh": lambda mesh: trained(over_copies(mesh)),
     "reshard_after_forward": lambda mesh: [trained(mesh, reshard_after_forward=value) for value in (True, False, 2)],
     "shard_placement_fn": lambda mesh: trained(mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)),
-    "mp_policy": lambda mesh: trained(mesh, mp_policy=MIXED),
+    "mp_policy": NAMES["MixedPrecisionPolicy"],
     "offload_policy": lambda mesh: trained(mesh, offload_policy={"*up*": fsdp2.CPUOffloadPolicy()}),
     "ignored_params": lambda mesh: trained(mesh, ignored_params=set()),
     "dp_mesh_dims": NAMES["DataParallelMeshDims"],
@@ -482,11 +488,22 @@ def checkpointed(mesh: DeviceMesh, folder: Path) -> None:
 
 WITH = [hybrid, tensor_parallel, recomputed, compiled, pipelined, checkpointed]
 
-RUNS: dict[str, Callable[..., Any]] = {
-    **{run.__name__: run for run in WITH},
-    **{run.__name__ if run.__name__ != "<lambda>" else name: run for name, run in NAMES.items()},
-    **{f"option {name}": run for name, run in OPTIONS.items()},
+
+# ---- what torch has too, and the rest ----
+
+METHODS_OF_TORCH = [name for name in METHODS if hasattr(torchs.FSDPModule, name)]
+OPTIONS_OF_TORCH = {
+    name: NAMES["CPUOffloadPolicy"] if name == "offload_policy" else run  # for all parameters of a unit, or none
+    for name, run in OPTIONS.items()
+    if name in inspect.signature(torchs.fully_shard).parameters
+    and name != "dp_mesh_dims"  # torch's refuses a mesh of the same ranks that an earlier test has made
 }
+RUNS: dict[str, Callable[..., Any]] = {
+    **{run.__name__ if run.__name__ != "<lambda>" else name: run for name, run in NAMES.items()},
+    **{f"option {name}": run for name, run in OPTIONS.items() if run not in NAMES.values()},
+}
+OWN_RUNS = [name for name, run in RUNS.items() if run not in OPTIONS_OF_TORCH.values()]
+OWN_METHODS = [name for name in METHODS if name not in METHODS_OF_TORCH]
 
 
 def ran(run: Callable[..., Any], *arguments: Any) -> None:
@@ -499,7 +516,7 @@ def ran(run: Callable[..., Any], *arguments: Any) -> None:
     assert not (races := ordering.races()), races[0]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", OWN_RUNS)
 def test_runs(name, tmp_path):
     """It runs, in order."""
     takes_folder = len(inspect.signature(RUNS[name]).parameters) == 2
@@ -513,7 +530,7 @@ def between_steps(name: str, mesh: DeviceMesh) -> None:
     train(model)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", OWN_METHODS)
 def test_methods(name):
     """A method is called between steps, and training goes on."""
     ran(partial(between_steps, name))

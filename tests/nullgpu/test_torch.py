@@ -23,9 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import fsdp2
 from tests.nullgpu.device import Counts
 from tests.nullgpu.test_runs import (
-    METHODS,
-    NAMES,
-    OPTIONS,
+    METHODS_OF_TORCH,
+    OPTIONS_OF_TORCH,
     WIDTH,
     WITH,
     Block,
@@ -33,14 +32,6 @@ from tests.nullgpu.test_runs import (
     ran,
     sharded,
 )
-
-METHODS_OF_TORCH = [name for name in METHODS if hasattr(torchs.FSDPModule, name)]
-OPTIONS_OF_TORCH = {
-    name: NAMES["CPUOffloadPolicy"] if name == "offload_policy" else run  # for all parameters of a unit, or none
-    for name, run in OPTIONS.items()
-    if name in inspect.signature(torchs.fully_shard).parameters
-    and name != "dp_mesh_dims"  # torch's refuses a mesh of the same ranks that an earlier test has made
-}
 
 
 @contextlib.contextmanager

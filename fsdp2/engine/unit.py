@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from functools import partial
 from types import GeneratorType
 from typing import Any, NamedTuple, Protocol
@@ -742,8 +742,7 @@ class FSDPState(ComposableState):
         try:
             try:
                 if error is None:
-                    for unit in names:
-                        unit._prepare()
+                    self._prepare_all(names)
                     root.limit_communication()
             except Exception as reason:  # of any type: shard_placement_fn of an added parameter may raise its own
                 error = reason
@@ -786,9 +785,7 @@ class FSDPState(ComposableState):
             root.take_over(list(names))
             root.forget_units(removed)
             self._share_lanes()
-            for unit in names:
-                if unit not in before:
-                    unit._prepare()
+            self._prepare_all([unit for unit in names if unit not in before])
         except BaseException:
             root.all_states = before  # the next forward looks again, and refuses again
             raise
@@ -801,12 +798,19 @@ class FSDPState(ComposableState):
             self._own_root.comm.forget_states()  # if it was run by itself before: it communicates elsewhere now
         self.name = name
 
+    @staticmethod
+    def _prepare_all(units: Collection[FSDPState]) -> None:
+        """Make ``units`` ready for their first forward under a root."""
+        for unit in units:
+            unit._prepare()
+        for unit in units:  # when all have looked: a tied parameter may have been replaced at places of several units
+            for group in unit.groups:
+                group.lazy_init()
+
     def _prepare(self) -> None:
         """Take in what happened to the unit's parameters since ``fully_shard``."""
         self._registrations = -1  # look in any case: what was inserted since fully_shard is not counted
         self.notice_added()
-        for group in self.groups:
-            group.lazy_init()
 
     def _notice_errors(self) -> None:
         """Learn when an exception leaves this unit's forward, which is the outermost."""

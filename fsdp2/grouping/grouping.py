@@ -152,7 +152,7 @@ class CallOptions:
         known: dict[Any, FSDPParam] = {
             tensor: param for param in params for tensor in (param.sharded, param.own, param.full, param.piece)
         }
-        shown_by = {site: param for param in params for site in param.sites}
+        shown_by = _by_site(params)
         below = {*managed.modules, *managed.others}
         tied = [(found, others) for found in managed.params if (others := replaced_by(found, shown_by, below))]
         followed = {found.param for found, _ in tied}
@@ -160,7 +160,7 @@ class CallOptions:
             for param in follow_sites(known, [found for found in managed.params if found.param not in followed]):
                 self.hook_group(param.group)
             give_up([param for param in params if is_gone(param, below) and not unit.root.pending.expects(param.group)])
-            shown_by = {site: param for param in params for site in param.sites}
+            shown_by = _by_site(params)
         unknown = [found for found in managed.params if found.param not in followed and found.param not in known]
         added = [found for found, _ in tied]
         added += [found for found in unknown if not any(site in shown_by for site in found.sites)]
@@ -189,6 +189,14 @@ class CallOptions:
         dropped = self.manage(unit, added)
         unit.include(unit.groups[: len(unit.groups) - before])
         return dropped
+
+
+def _by_site(params: Iterable[FSDPParam]) -> dict[Site, FSDPParam]:
+    """Return which parameter of a unit is at each site.
+
+    Where a tied one has come to a site, another unit may have seen that first: the unit's own is the one replaced.
+    """
+    return {site: param for param in sorted(params, key=lambda one: not one.group.shared) for site in param.sites}
 
 
 def _is_below(group: FSDPParamGroup, below: Collection[nn.Module]) -> bool:

@@ -6,7 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -88,17 +88,8 @@ def test_a_parameter_made_of_a_shard(rank, world, before):
         module.zero_grad()
     module.register_parameter("scale", nn.Parameter(2 * torch.ones_like(module.linear.weight)))
     alone.register_parameter("scale", nn.Parameter(2 * torch.ones_like(alone.linear.weight)))
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, alone)]
-    for _ in range(2):
-        outputs = [one(inputs) for one in (module, alone)]
-        torch.testing.assert_close(*outputs)
-        for output, optimizer in zip(outputs, optimizers):
-            output.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, got), expected in zip(module.named_parameters(), alone.parameters(), strict=True):
-        assert isinstance(got, DTensor) and got.placements == module.linear.weight.placements
-        torch.testing.assert_close(got.full_tensor(), expected, msg=lambda text, n=name: f"{n}: {text}")
+    train_both((module, alone), inputs)
+    assert all(p.placements == module.linear.weight.placements for p in module.parameters())
 
 
 @on_ranks(2)
@@ -315,50 +306,138 @@ def test_weight_norm_of_a_unit_is_removed(rank, world):
 
 
 class Untied(nn.Module):
-    """An embedding and a head whose weights a test ties."""
+    """An embedding and a head whose weights a test ties. It uses a second head, or a scale, from when it gets them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.norm, self.head = nn.Embedding(6, 4), nn.LayerNorm(4), nn.Linear(4, 6, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.embed(tokens)))
+        hidden = self.norm(self.embed(tokens))
+        extra = getattr(self, "extra", None)
+        more = 0 if extra is None else extra(hidden.sin())
+        return (self.head(hidden) + more) * getattr(self, "scale", torch.ones(1)).mean()
 
 
-@on_ranks(2, 4)
+def tied() -> Untied:
+    """Return one whose weights are tied."""
+    module = Untied()
+    module.head.weight = module.embed.weight
+    return module
+
+
+def weight(number: float = 0) -> nn.Parameter:
+    """Return a new weight."""
+    return nn.Parameter((torch.arange(24.0).view(6, 4) + number).sin())
+
+
+# ---- ties that change, each yielding the number of tokens whenever the model is to be trained ----
+
+
+def tie_head(one: Any) -> Iterator[int]:
+    """``model.tie_weights()``: "replaced on its module between forward and backward"."""
+    one.head.weight = one.embed.weight
+    yield 6
+
+
+def tie_embedding(one: Any) -> Iterator[int]:
+    """The other way round."""
+    one.embed.weight = one.head.weight
+    yield 6
+
+
+def end(one: Any) -> Iterator[int]:
+    """The head gets a weight of its own: "tied, and its modules show different ones". torch trains on with wrong
+    results. The tie may come back, and end again with the weight that the head had before."""
+    one.head.weight = weight()
+    yield 6
+    own, one.head.weight = one.head.weight, one.embed.weight
+    yield 6
+    one.head.weight = own
+    yield 6
+
+
+def end_at_both(one: Any, first: str = "embed", last: str = "head") -> Iterator[int]:
+    """As when a checkpoint that has two is put in place by hand: "tied, and its modules show different ones", with the
+    advice to untie between two steps, which had been done. One of the modules may be gone, too."""
+    one.get_submodule(first).weight, one.get_submodule(last).weight = weight(), weight(1)
+    yield 6
+    one.head.weight = one.embed.weight
+    torch.manual_seed(1)
+    setattr(one, last, nn.Linear(4, 6, bias=False) if last == "head" else nn.Embedding(6, 4))
+    one.get_submodule(first).weight = weight(2)
+    yield 6
+
+
+def resize(one: Any, first: str = "embed", last: str = "head") -> Iterator[int]:
+    """transformers' ``resize_token_embeddings`` puts a new module in the place of the embedding, and ties the head to
+    it: "tied, and its modules show different ones", although the model had no other any more. The smaller one may come
+    back, and trains then, too."""
+    before = getattr(one, first)
+    torch.manual_seed(1)
+    larger = nn.Embedding(8, 4) if first == "embed" else nn.Linear(4, 8, bias=False)
+    for module, size in ((larger, 8), (before, 6)):
+        setattr(one, first, module)
+        getattr(one, last).weight = module.weight
+        yield size
+
+
+def add_head(one: Any) -> Iterator[int]:
+    """A second head for the token after the next shares the embedding of its unit: its forward got a shard, "mixed
+    torch.Tensor and DTensor"."""
+    one.extra = nn.Linear(4, 6, bias=False)
+    one.extra.weight = one.embed.weight
+    yield 6
+
+
+def add_name(one: Any) -> Iterator[int]:
+    """A parameter is registered a second time, on another module."""
+    one.scale = one.norm.weight
+    yield 6
+
+
+TIES: dict[str, tuple[Callable[[], Untied], Callable[[Any], Iterator[int]]]] = {
+    "begins": (Untied, tie_head),
+    "begins the other way": (Untied, tie_embedding),
+    "ends": (tied, end),
+    "ends at both places": (tied, end_at_both),
+    "ends at both places, head first": (tied, partial(end_at_both, first="head", last="embed")),
+    "gets another embedding": (tied, resize),
+    "gets another head": (tied, partial(resize, first="head", last="embed")),
+    "at a new place": (Untied, add_head),
+    "of another layer": (Untied, add_name),
+}
+UNITS = ((), ("embed",), ("head",), ("embed", "head"))
+OTHER_UNITS = ((), ("norm",), ("embed", "norm"))
+TIES_IN_UNITS = [(t, units) for t in TIES for units in (OTHER_UNITS if t == "of another layer" else UNITS)]
+
+
+@on_ranks(2, pytest.param(4, marks=pytest.mark.slow))
+@pytest.mark.parametrize(("tie", "units"), TIES_IN_UNITS)
 @pytest.mark.parametrize("when", ["at once", "trained", "evaluated"])
-@pytest.mark.parametrize("units", [[], ["embed"], ["head"], ["embed", "head"]])
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_tie_after_sharding(rank, world, when, units, turned):
-    """``model.tie_weights()`` after ``fully_shard``: "replaced on its module between forward and backward"."""
-    module, alone = beside_one_process(Untied, lambda module: map(module.get_submodule, units))
+def test_a_tie_after_sharding(rank, world, when, tie, units):
+    """It begins, ends or moves in whichever units the places are; a copy and state dicts follow. Where only one of the
+    places was in a unit of its own, and the tie came back, or ended at both before the first forward, that unit or the
+    root looked for the weight that had gone: "the sharded parameter was replaced on its module"."""
+    build, change = TIES[tie]
+    both = module, alone = beside_one_process(build, lambda module: map(module.get_submodule, units))
     tokens = torch.arange(6).view(2, 3)
-
-    def train() -> None:
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (module, alone)]
-        for _ in range(2):
-            for one, optimizer in zip((module, alone), optimizers):
-                one(tokens).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
     if when == "trained":
-        train()
+        train_both(both, tokens)
     elif when == "evaluated":
         with torch.no_grad():
             module(tokens)
-    for one in (module, alone):
-        kept, tied = (one.head, one.embed) if turned else (one.embed, one.head)
-        tied.weight = kept.weight
-    train()
-    with torch.no_grad():
-        torch.testing.assert_close(module(tokens), alone(tokens))
-    module.reshard()
-    assert module.head.weight is module.embed.weight
-    with torch.no_grad():
-        torch.testing.assert_close(copy.deepcopy(module)(tokens), alone(tokens))
-    for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got.full_tensor(), expected)
+    for number, (size, _) in enumerate(zip(*map(change, both), strict=True)):
+        tokens = torch.arange(size).view(2, -1)
+        train_both(both, tokens)
+        for one in (module, copy.deepcopy(module)) if number == 0 else (module,):
+            with torch.no_grad():
+                torch.testing.assert_close(one(tokens), alone(tokens))
+    states = [one.state_dict() for one in both]
+    assert list(states[0]) == list(states[1])
+    for one in both:
+        one.load_state_dict({name: value / 2 for name, value in states[1].items()})
+    train_both(both, tokens)
 
 
 @on_ranks(2)
@@ -374,19 +453,22 @@ def test_a_weight_that_moves_to_another_layer(rank, world):
 
 
 @on_ranks(2)
-def test_an_original_that_comes_back(rank, world):
-    """The unit knows it, and takes its value over all the same, as that of any whole parameter."""
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_original_that_comes_back(rank, world, trained):
+    """Somebody has kept the parameter from before sharding, and puts it back. The unit knows it, and takes its value
+    over all the same, as that of any whole parameter."""
     alone = stack()
     module = copy.deepcopy(alone)
     original = module[0].weight
     shard_each(module, api.ours, mesh=mesh_of(world))
+    if trained:
+        train_both((module, alone), torch.ones(2, 8))
     with torch.no_grad():
-        for weight in (original, alone[0].weight):
-            weight.copy_(torch.arange(64.0).view(8, 8) / 64)
+        for one in (original, alone[0].weight):
+            one.copy_(torch.arange(64.0).view(8, 8) / 64)
     module[0].weight = original
-    for one in (module, alone):
-        one(torch.ones(2, 8)).square().mean().backward()
-    assert_gradients(module, alone)
+    train_both((module, alone), torch.ones(2, 8))
+    assert isinstance(module[0].weight, DTensor)
 
 
 class Scaling(nn.Module):
@@ -408,148 +490,6 @@ def test_a_parameter_of_a_module_that_had_none(caplog):
         module(torch.ones(2, 4))
     assert isinstance(module[0][1].scale, DTensor)
     assert "0: adopted parameters added after fully_shard: 1.scale" in caplog.messages
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("units", [[], ["norm"]])
-@pytest.mark.parametrize("new", ["embed", "head"])
-def test_a_tied_embedding_of_another_size(rank, world, units, new):
-    """transformers' ``resize_token_embeddings`` puts a new module in the place of the embedding, and ties the head to
-    it: "tied, and its modules show different ones", although the model had no other any more. The smaller one may come
-    back, and trains then, too."""
-
-    def build() -> nn.Module:
-        module = Untied()
-        module.head.weight = module.embed.weight
-        return module
-
-    module, alone = beside_one_process(build, lambda module: map(module.get_submodule, units))
-    both = (module, alone)
-
-    def tie(one: nn.Module, to: nn.Module) -> None:
-        setattr(one, new, to)
-        other = one.head if new == "embed" else one.embed
-        other.weight = to.weight
-
-    def train(size: int) -> None:
-        tokens = torch.arange(size).view(2, -1)
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in both]
-        for _ in range(2):
-            for one, optimizer in zip(both, optimizers):
-                one(tokens).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        for got, expected in zip(module.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(got.full_tensor(), expected)
-
-    before = [getattr(one, new) for one in both]
-    train(6)
-    torch.manual_seed(1)
-    larger = nn.Embedding(8, 4) if new == "embed" else nn.Linear(4, 8, bias=False)
-    for one in both:
-        tie(one, copy.deepcopy(larger))
-    train(8)
-    for one, old in zip(both, before):
-        tie(one, old)
-    train(6)
-
-
-def tied() -> Untied:
-    """Return one whose weights are tied."""
-    module = Untied()
-    module.head.weight = module.embed.weight
-    return module
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("units", [[], ["embed"], ["embed", "head"]])
-@pytest.mark.parametrize("when", ["at once", "trained"])
-def test_a_tie_that_ends_after_sharding(rank, world, units, when):
-    """The head gets a weight of its own: "tied, and its modules show different ones", with the advice to untie it
-    before ``fully_shard``. torch trains on with wrong results. The tie may come back, and end again with the weight
-    that the head had before."""
-    both = beside_one_process(tied, lambda module: map(module.get_submodule, units))
-    inputs = torch.arange(6).view(2, 3)
-    if when == "trained":
-        train_both(both, inputs)
-    for one in both:
-        one.head.weight = nn.Parameter(torch.arange(24.0).view(6, 4).sin())
-    train_both(both, inputs)
-    own = [one.head.weight for one in both]
-    for one in both:
-        one.head.weight = one.embed.weight
-    train_both(both, inputs)
-    for one, weight in zip(both, own):
-        one.head.weight = weight
-    train_both(both, inputs)
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("units", [[], ["embed"], ["embed", "head"]])
-@pytest.mark.parametrize("first", ["embed", "head"])
-def test_a_tie_that_ends_at_both_places(rank, world, units, first):
-    """Embedding and head each get a parameter of their own, as when a checkpoint that has two is put in place by hand:
-    "tied, and its modules show different ones", with the advice to untie between two steps, which had been done. One
-    of the modules may be gone, too."""
-    both = beside_one_process(tied, lambda module: map(module.get_submodule, units))
-    inputs = torch.arange(6).view(2, 3)
-    train_both(both, inputs)
-    for one in both:
-        for i, name in enumerate([first, "head" if first == "embed" else "embed"]):
-            one.get_submodule(name).weight = nn.Parameter((torch.arange(24.0).view(6, 4) + i).sin())
-    train_both(both, inputs)
-    for one in both:  # and again, with a new module in one place
-        one.head.weight = one.embed.weight
-    train_both(both, inputs)
-    replaced = nn.Linear(4, 6, bias=False) if first == "embed" else nn.Embedding(6, 4)
-    for one in both:
-        setattr(one, "head" if first == "embed" else "embed", copy.deepcopy(replaced))
-        one.get_submodule(first).weight = nn.Parameter(torch.arange(24.0).view(6, 4).cos())
-    train_both(both, inputs)
-
-
-class Grows(Untied):
-    """It uses a second head, or a scale, from when it gets them."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(self.embed(tokens))
-        extra = getattr(self, "extra", None)
-        more = 0 if extra is None else extra(hidden.sin())
-        return (self.head(hidden) + more) * getattr(self, "scale", torch.ones(1)).mean()
-
-
-GROW: dict[str, Callable[[Any], object]] = {
-    "a head": lambda one: setattr(one, "extra", tied_to(one.embed.weight)),
-    "another name": lambda one: setattr(one, "scale", one.norm.weight),
-}
-
-
-def tied_to(weight: nn.Parameter) -> nn.Linear:
-    """Return a head with this weight."""
-    head = nn.Linear(4, 6, bias=False)
-    head.weight = weight
-    return head
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("units", [[], ["embed", "norm"]])
-@pytest.mark.parametrize("what", GROW)
-@pytest.mark.parametrize("when", ["at once", "trained"])
-def test_a_tie_at_a_new_place(rank, world, units, what, when):
-    """A second head for the token after the next shares the embedding of its unit: its forward got a shard, "mixed
-    torch.Tensor and DTensor"."""
-    both = beside_one_process(Grows, lambda module: map(module.get_submodule, units))
-    inputs = torch.arange(6).view(2, 3)
-    if when == "trained":
-        train_both(both, inputs)
-    for one in both:
-        GROW[what](one)
-    train_both(both, inputs)
-    states = [one.state_dict() for one in both]
-    assert list(states[0]) == list(states[1])
-    for one in both:
-        one.load_state_dict({name: value / 2 for name, value in states[1].items()})
-    train_both(both, inputs)
 
 
 @on_ranks(2)
@@ -612,13 +552,16 @@ def test_transfer_sizes_that_were_set_before_hold_for_added_parameters():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("made", ["added", "copied"])
+@pytest.mark.parametrize("made", ["added", "tied", "copied"])
 def test_a_group_of_reductions_that_was_set_before_holds(rank, world, made):
-    """Gradients of added parameters, and those of a deep copy, went over the group of gathers again."""
-    module = api.ours.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh_of(world))
+    """Gradients of added parameters, of one that was tied, and of a deep copy went over the group of gathers again."""
+    module, _ = beside_one_process(partial(stack, 4), lambda module: module[:1])
     module.set_separate_reduce_scatter_group()
+    module(torch.ones(1, 4)).sum().backward()
     if made == "added":
         module.append(nn.Linear(4, 4))
+    elif made == "tied":
+        module[1].weight = module[0].weight
     else:
         module = copy.deepcopy(module)
     with Collectives() as seen:

@@ -452,17 +452,3 @@ def test_a_tie_between_two_roots(rank, world, tied):
         assert_gradients(models, alone, step)
         models.zero_grad()
         alone.zero_grad()
-
-
-@on_ranks(2)
-def test_a_tie_keeps_the_process_group_of_gradients(rank, world):
-    """A parameter that was tied after ``set_separate_reduce_scatter_group`` was reduced on that of gathers again."""
-    module = stack(4)
-    shard_each(module, fsdp2, mesh=mesh_1d())
-    module.set_separate_reduce_scatter_group()
-    module(torch.ones(1, 4)).sum().backward()
-    module[1].weight = module[0].weight
-    with Collectives() as seen:
-        module(torch.ones(1, 4)).sum().backward()
-    gathers, reductions = ({group.group_name for group in seen.groups[kind]} for kind in ("gather", "reduction"))
-    assert not gathers & reductions

@@ -13,6 +13,7 @@ from torch import nn
 import fsdp2
 from tests.support import api
 from tests.support.counting import events
+from tests.support.models import Three
 from tests.support.parity import assert_gradients, beside_one_process, mesh_1d, step_alike
 from tests.support.pool import on_ranks
 
@@ -201,20 +202,9 @@ def test_slices(rank, world, where):
 # ---- ties that are made between a forward and its backward ----
 
 
-class Language(nn.Module):
-    """An embedding and a head, which may be tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.body(torch.tanh(self.embed(x)))))
-
-
 def tie(module: Any) -> None:
-    """Tie the head to the embedding."""
-    module.head.weight = module.embed.weight
+    """Tie the last layer to the first."""
+    module.last.weight = module.first.weight
 
 
 @on_ranks(1, 2)
@@ -223,7 +213,7 @@ def tie(module: Any) -> None:
 def test_a_tie_between_a_forward_and_its_backward(rank, world, reshard, again):
     """The backward of a forward from before the tie, perhaps after another forward. torch's fails with a raw
     "setStorage ... out of bounds"; here it is right, or refused by the name of a parameter, and training goes on."""
-    module, alone = beside_one_process(Language, reshard_after_forward=reshard)
+    module, alone = beside_one_process(Three, reshard_after_forward=reshard)
     losses = [model(INPUTS).square().mean() for model in (module, alone)]
     try:
         tie(module)
@@ -231,16 +221,16 @@ def test_a_tie_between_a_forward_and_its_backward(rank, world, reshard, again):
             module(INPUTS)
         losses[0].backward()
     except RuntimeError as error:
-        assert any(name in str(error) for name in ("embed.weight", "head.weight")), error
+        assert any(name in str(error) for name in ("first.weight", "last.weight")), error
         module.reset_iter_state()
         module.zero_grad()
     else:
         losses[1].backward()
-        for unit in (module.embed, module.body, module.head, module):
+        for unit in (*module.children(), module):
             unit.reshard()
-        gradients = [model.embed.weight.grad for model in (module, alone)]
+        gradients = [model.first.weight.grad for model in (module, alone)]
         torch.testing.assert_close(gradients[0].full_tensor(), gradients[1])
-        torch.testing.assert_close(module.body.weight.grad.full_tensor(), alone.body.weight.grad)
+        torch.testing.assert_close(module.middle.weight.grad.full_tensor(), alone.middle.weight.grad)
     tie(alone)
     for model in (module, alone):
         model.zero_grad()
@@ -256,25 +246,25 @@ def test_a_tie_between_a_forward_and_its_backward(rank, world, reshard, again):
 def test_replaced_between_two_forwards(rank, world, reshard, backward):
     """The backward of the first computed the gradients of the second one's weights, without a word: what a forward had
     computed with was known of the last one only. It raises, unless both are in memory, as one process has them."""
-    module, alone = beside_one_process(Language, reshard_after_forward=reshard)
+    module, alone = beside_one_process(Three, reshard_after_forward=reshard)
     losses = []
     for model in (module, alone):
         first = model(INPUTS).square().mean()
         with torch.no_grad():
-            model.head.weight = nn.Parameter(model.head.weight * 2)
+            model.last.weight = nn.Parameter(model.last.weight * 2)
         second = model(INPUTS).square().mean()
         losses.append({"of the first": first, "of the second": second, "of both": first + second}[backward])
     try:
         losses[0].backward()
     except RuntimeError as error:
         assert backward != "of the second"
-        assert "head.weight: replaced on its module between forward and backward" in str(error)
+        assert "last.weight: replaced on its module between forward and backward" in str(error)
         module.reset_iter_state()
         module.zero_grad()
     else:
         assert backward == "of the second" or (reshard is False and world == 1)
         losses[1].backward()
-        for unit in (module.embed, module.body, module.head, module):
+        for unit in (*module.children(), module):
             unit.reshard()
         assert_gradients(module, alone)
     for model in (module, alone):
@@ -285,11 +275,11 @@ def test_replaced_between_two_forwards(rank, world, reshard, backward):
 @on_ranks(2)
 def test_cast_between_two_forwards(rank, world):
     """autograd said that something was modified in place; the error names what was done."""
-    module, _ = beside_one_process(Language)
+    module, _ = beside_one_process(Three)
     loss = module(INPUTS).mean()
     module.double()
     module(INPUTS.double())
-    with pytest.raises(RuntimeError, match="head: its parameters were cast, moved or laid out anew between forward"):
+    with pytest.raises(RuntimeError, match="last: its parameters were cast, moved or laid out anew between forward"):
         loss.backward()
     module.reset_iter_state()
     module(INPUTS.double()).mean().backward()

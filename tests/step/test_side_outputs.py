@@ -234,17 +234,6 @@ def test_what_is_searched_for_side_outputs():
     assert [name for _, name in SideOutputs((top,), lambda module: False, set())._find()] == ["near"]
 
 
-class Writes(nn.Module):
-    """A block that returns nothing: its result replaces the value in its argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, passed: Any) -> None:
-        passed.value = torch.tanh(self.layer(passed.value))
-
-
 class Collects(nn.Module):
     """A block that appends to a list, and sets, replaces and removes entries of a dict."""
 
@@ -263,35 +252,26 @@ class Collects(nn.Module):
 
 
 class WritesToArguments(nn.Module):
-    """Blocks that write to what they are given, in one of three ways."""
+    """Blocks that write to a list and a dict that they are given beside their input."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.how = how
-        self.blocks = nn.ModuleList(Collects() if how == "containers" else Writes() for _ in range(3))
+        self.blocks = nn.ModuleList(Collects() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.how == "containers":
-            seen: list[Any] = [x, [x]]
-            named = {"first": x}
-            for block in self.blocks:
-                x = block(x, seen, named)
-            assert len(seen) == 5 and list(named) == [5]
-            return x + seen[0] + sum(one for (one,) in seen[1:]) + named[5]
-        passed = Result(x, "a note") if self.how == "dataclass" else SimpleNamespace(value=x)
+        seen: list[Any] = [x, [x]]
+        named = {"first": x}
         for block in self.blocks:
-            block(passed)
-        return passed.value
+            x = block(x, seen, named)
+        assert len(seen) == 5 and list(named) == [5]
+        return x + seen[0] + sum(one for (one,) in seen[1:]) + named[5]
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("how", ["containers", "dataclass", "object"])
-def test_blocks_that_write_to_their_arguments(rank, world, how):
-    """Containers and dataclasses with tensors that need gradients are given to a module as copies, so what it wrote to
-    them was lost: a block that returned its result so did nothing, silently, as with torch. What it wrote to an object
-    of another class was seen, but backward did not gather the block for it: "out of bounds for storage of size 0"."""
-    build = lambda: WritesToArguments(how)
-    trains_like_one_process(build, units=lambda module: module.blocks, reshard_after_forward=True)
+def test_blocks_that_write_to_their_arguments(rank, world):
+    """Containers with tensors that need gradients are given to a module as copies, so what it wrote to them was lost,
+    silently, as with torch."""
+    trains_like_one_process(WritesToArguments, units=lambda module: module.blocks, reshard_after_forward=True)
 
 
 class Step:
@@ -343,6 +323,7 @@ class GivesKeywords(nn.Module):
             "dict": lambda: {"x": x},
             "dataclass": lambda: Result(x, "a note"),
             "pytree": lambda: Step(x),
+            "object": lambda: SimpleNamespace(value=x),
         }
         passed = makers[self.kind]()
         for block in self.blocks:
@@ -355,10 +336,11 @@ class GivesKeywords(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize("by_keyword", [True, False])
-@pytest.mark.parametrize("kind", ["list", "deque", "dict", "dataclass", "pytree"])
+@pytest.mark.parametrize("kind", ["list", "deque", "dict", "dataclass", "pytree", "object"])
 def test_blocks_that_write_to_their_only_argument(rank, world, kind, by_keyword):
-    """What a unit wrote to a list, a dict or a dataclass was lost if it was called with keywords alone, and in a deque
-    or a node of pytree in any case: gradients were None or wrong, silently. One walk has one rule for all of these."""
+    """What a unit wrote to a list, a dict or a dataclass was lost, silently; so it was in a deque or a node of pytree.
+    What it wrote to an object of another class was seen, but backward did not gather the unit for it: "out of bounds
+    for storage of size 0"."""
     build = lambda: GivesKeywords(kind, by_keyword)
     trains_like_one_process(build, units=lambda module: module.blocks, reshard_after_forward=True)
 

@@ -21,7 +21,7 @@ from torch.func import functional_call
 import fsdp2
 from tests.support import api
 from tests.support.counting import gathers
-from tests.support.parity import assert_gradients, beside_one_process, full, mesh_of, on_one_axis, stack, step_alike
+from tests.support.parity import assert_gradients, beside_one_process, full, mesh_of, stack, step_alike
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -322,21 +322,4 @@ def test_an_assigned_parameter(rank, world, make, when, see):
     SEE[see](module, alone)
     step_on_both(module, alone, "after it was assigned")
     assert isinstance(module[1].weight, DTensor) and (module[1].weight is assigned or make is as_plain)
-    assert_values(module, values(alone))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("trained", [False, True])
-def test_the_parameter_from_before_sharding_is_assigned(rank, world, trained):
-    """Somebody has kept it, and puts it back: it is a parameter like any other, with the values of then."""
-    alone = stack()
-    module: Any = copy.deepcopy(alone)
-    original = module[1].weight
-    on_one_axis(module, fsdp2)
-    if trained:
-        step_on_both(module, alone)
-    module[1].weight = original
-    alone[1].weight = nn.Parameter(original.detach().clone())
-    step_on_both(module, alone, "after it was assigned")
-    assert isinstance(module[1].weight, DTensor)
     assert_values(module, values(alone))

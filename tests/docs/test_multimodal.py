@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.support import api
 from tests.support.docs import snippets
+from tests.support.parity import assert_weights
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -52,6 +53,5 @@ def test_as_one_process(rank, world, steps, frozen):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one.full_tensor(), other)
+    assert_weights(model, alone)
     names.clear()

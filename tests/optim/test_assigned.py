@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fsdp2
 from tests.optim.stepping import host_apart
 from tests.support import api
-from tests.support.parity import full, mesh_1d
+from tests.support.parity import assert_weights, mesh_1d
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -76,8 +76,7 @@ def test_assigned_values_are_taken(rank, world, way, assign):
                 model(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    for name, param in module.named_parameters():
-        torch.testing.assert_close(full(param), one.get_parameter(name))
+    assert_weights(module, one)
 
 
 class Reads(torch.optim.Optimizer):
@@ -115,5 +114,4 @@ def test_what_is_set_on_a_parameter_later_is_read(rank, world, way):
                     param.requires_grad_(step != 2)
                 optimizer.step()
                 model.requires_grad_(True)
-    for name, param in module.named_parameters():
-        torch.testing.assert_close(full(param), one.get_parameter(name))
+    assert_weights(module, one)

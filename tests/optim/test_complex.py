@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 import fsdp2
 from tests.optim.stepping import OPTIMIZERS
 from tests.support import api
-from tests.support.parity import full, mesh_1d
+from tests.support.parity import assert_weights, mesh_1d
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -49,5 +49,4 @@ def test_steps_on_uneven_pieces(rank, world, name, foreach):
             one(rows).abs().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    for (which, mine), theirs in zip(module.named_parameters(), alone.parameters()):
-        torch.testing.assert_close(full(mine), theirs.detach(), msg=lambda text, which=which: f"{which}: {text}")
+    assert_weights(module, alone)

@@ -29,7 +29,7 @@ from fsdp2.optim.whole import exchange, full_params
 from fsdp2.optim.whole.ownership import RankSet
 from fsdp2.tools.check.strict import LiveBytes
 from tests.support.composition import composes
-from tests.support.parity import fulls, mesh_1d, mesh_2d, mesh_of, placed_like, shard_each
+from tests.support.parity import assert_weights, full, fulls, mesh_1d, mesh_2d, mesh_of, placed_like, shard_each
 from tests.support.pool import POOL, on_ranks
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -228,14 +228,14 @@ def test_a_matrix_each_of_a_stack(rank, world, name):
     plain = kind([reference.router.weight, *apart], **options)
     for step in range(4):
         module(rows(step)).square().sum().backward()
-        reference.router.weight.grad, grads = (full_of(p.grad) for p in (module.router.weight, module.stack))
+        reference.router.weight.grad, grads = (full(p.grad) for p in (module.router.weight, module.stack))
         for matrix, grad in zip(apart, grads, strict=True):
             matrix.grad = grad.clone()
         optimizer.step()
         plain.step()
         optimizer.zero_grad()
-        assert torch.equal(full_of(module.router.weight), reference.router.weight)
-        assert torch.equal(full_of(module.stack), torch.stack(apart))
+        assert torch.equal(full(module.router.weight), reference.router.weight)
+        assert torch.equal(full(module.stack), torch.stack(apart))
         if step == 1:  # another optimizer goes on, with state that is sharded like the stack
             saved = optimizer.state_dict()
             for entry in saved["state"].values():
@@ -294,8 +294,7 @@ def test_matrices_of_one_shape_in_one_batch(rank, world):
             optimizer.seen.clear()
             model(rows(step)).square().sum().backward()
             step_both(optimizer)
-        for one, other in zip(*(model.parameters() for model in models), strict=True):
-            torch.testing.assert_close(full_of(one), full_of(other))
+        assert_weights(*models)
         alone, together = (optimizer.seen for optimizer in optimizers)
         assert {shape[1:] for shape in together} == set(alone) and len(together) == len(set(alone))
         assert sum(shape[0] for shape in together) == len(alone)
@@ -304,14 +303,13 @@ def test_matrices_of_one_shape_in_one_batch(rank, world):
         other = saved[1]["state"][key]
         assert entry.keys() == other.keys()
         for name, value in entry.items():
-            torch.testing.assert_close(full_of(value), full_of(other[name]))
+            torch.testing.assert_close(full(value), full(other[name]))
     optimizers[0].load_state_dict(copy.deepcopy(saved[1]))
     optimizers[1].load_state_dict(copy.deepcopy(saved[0]))
     for model, optimizer in zip(models, optimizers, strict=True):
         model(rows(3)).square().sum().backward()
         optimizer.step()
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(full_of(one), full_of(other))
+    assert_weights(*models)
 
 
 class Counting(torch.optim.Optimizer):
@@ -332,22 +330,22 @@ class Counting(torch.optim.Optimizer):
 
 
 @on_ranks(1, 2)
-def test_matrices_that_have_taken_other_numbers_of_steps(rank, world):
-    """A matrix without a gradient in one step was in a batch with others afterwards, whose counts were one tensor or
-    "different int values": an optimizer that computes with its count, as Adam does, raised an error on its owner."""
+@pytest.mark.parametrize("batched", [False, True])
+def test_matrices_that_have_taken_other_numbers_of_steps(rank, world, batched):
+    """A matrix without a gradient is left alone. In a batch with others afterwards, whose counts were one tensor or
+    "different int values", an optimizer that computes with its count, as Adam does, raised an error on its owner."""
     torch.manual_seed(0)
     alone = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
     models = [shard(copy.deepcopy(alone), mesh_1d()), alone]
     optimizers = [Counting(model.parameters()) for model in models]
-    fsdp2.use_full_params(optimizers[0], batched=True)
+    fsdp2.use_full_params(optimizers[0], batched=batched)
     for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):
             for index, param in enumerate(model.parameters()):
                 whole = torch.randn(6, 6, generator=torch.Generator().manual_seed(10 * step + index))
                 param.grad = None if step and index == step else placed_like(whole, param)
             optimizer.step()
-    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(full_of(mine), theirs.detach())
+    assert_weights(*models)
 
 
 class Slowing(torch.optim.Optimizer):
@@ -383,8 +381,7 @@ def test_a_group_counts_steps_in_which_nothing_of_it_has_a_gradient(rank, world,
             optimizer.step()
             optimizer.zero_grad()
     assert [[group["k"] for group in optimizer.param_groups] for optimizer in optimizers] == [[4, 4], [4, 4]]
-    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(full_of(mine), theirs.detach())
+    assert_weights(*models)
 
 
 class Numbered(torch.optim.Optimizer):
@@ -414,8 +411,7 @@ def test_numbers_that_differ_between_matrices_of_a_stack(rank, world):
         one(rows(0)).square().sum().backward()
     optimizer.step()
     Numbered(alone.parameters()).step()
-    for got, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(full_of(got), expected.detach())
+    assert_weights(model, alone)
     with pytest.raises(RuntimeError, match=r"a stack of \d matrices has different int values in its state"):
         optimizer.state_dict()["state"][0]["number"]
 
@@ -436,7 +432,7 @@ def test_stacks_without_elements(rank, world, shape, options):
         optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     for param, before in zip(module.values(), plain, strict=True):
-        torch.testing.assert_close(full_of(param), before - 0.5 * (1 + 1.9))
+        torch.testing.assert_close(full(param), before - 0.5 * (1 + 1.9))
     assert len(optimizer.state_dict()["state"]) == 2
 
 
@@ -445,21 +441,16 @@ def test_what_is_no_stack(rank, world):
     """Where ``stacked`` is wrong, every rank raises before anything is changed; convolutions stay torch's business."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 3))
     fsdp2.fully_shard(module, mesh=mesh_1d())
-    before = [full_of(param) for param in module.parameters()]
+    before = [full(param) for param in module.parameters()]
     module(torch.ones(4, 4)).sum().backward()
     optimizer = fsdp2.use_full_params(torch.optim.Adafactor(module.parameters()), stacked=lambda param: True)
     with pytest.raises(ValueError, match=r"stacked\(\) is true for a parameter of shape \(4, 4\); expected three"):
         optimizer.step()
-    assert all(torch.equal(full_of(param), old) for param, old in zip(module.parameters(), before, strict=True))
+    assert all(torch.equal(full(param), old) for param, old in zip(module.parameters(), before, strict=True))
     muon = fsdp2.use_full_params(torch.optim.Muon([module[0].weight]))
     muon.add_param_group({"params": [module[1].weight]})
     with pytest.raises((ValueError, RuntimeError), match=r"2D matrix|Muon raised on rank"):
         muon.step()
-
-
-def full_of(value: Any) -> Tensor:
-    """Return the whole of a DTensor, or a copy of a plain tensor."""
-    return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach().clone()
 
 
 @on_ranks(4)
@@ -495,7 +486,6 @@ def test_an_owner_in_each_replica(rank, world, name, options):
     with exchanging(sizes):
         train(module, optimizer, reference, plain, range(3))
     assert set(sizes) == {2}
-    assert all(torch.equal(*both) for both in zip(*[map(whole, m.parameters()) for m in (module, reference)]))
     saved = optimizer.state_dict()
     assert_same_state(saved, plain.state_dict())
     again = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()), over_replicas=False)
@@ -531,7 +521,7 @@ def test_experts_on_a_mesh_of_their_own(rank, world, name, options):
     mesh = mesh_of(2, 2, names=("shard", "experts"))
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(6, 6, bias=False), LocalExperts(mesh["experts"]))
-    dense, stack = (full_of(param) for param in model.parameters())
+    dense, stack = (full(param) for param in model.parameters())
     fsdp2.fully_shard(model[0], mesh=mesh_of(4, names=("all",)))
     fsdp2.fully_shard(model[1], mesh=mesh["shard"], shard_placement_fn=lambda param: Shard(1))
 
@@ -556,8 +546,8 @@ def test_experts_on_a_mesh_of_their_own(rank, world, name, options):
             optimizer.step()
         plain.step()
         optimizer.zero_grad()
-        assert torch.equal(full_of(model[0].weight), apart[0])
-        assert torch.equal(full_of(model[1].stack), torch.stack(apart[1:]))
+        assert torch.equal(full(model[0].weight), apart[0])
+        assert torch.equal(full(model[1].stack), torch.stack(apart[1:]))
         if step == 1:
             saved = optimizer.state_dict()
             optimizer = wrapped()
@@ -582,7 +572,7 @@ def test_meshes_that_cross(rank, world):
     for layer, name in zip(module, ("a", "b", "a")):
         fsdp2.fully_shard(layer, mesh=mesh[name])
     optimizer = fsdp2.use_full_params(torch.optim.Muon(module.parameters(), lr=0.02))
-    apart = [nn.Parameter(full_of(param)) for param in module.parameters()]
+    apart = [nn.Parameter(full(param)) for param in module.parameters()]
     plain = torch.optim.Muon(apart, lr=0.02)
     for step in range(2):
         module(rows(step)).square().sum().backward()
@@ -697,18 +687,6 @@ def test_what_a_training_loop_does_with_an_optimizer(rank, world, scheduled):
     assert calls == ["before", "after"] * 4
     assert [g["steps"] for g in both[0][0].param_groups] == [g["steps"] for g in both[1][0].param_groups] == [4, 2]
     assert both[0][0].param_groups[0]["params"][0] is next(module.parameters())
-
-
-@on_ranks(2)
-def test_parameters_without_gradient_are_left_alone(rank, world):
-    """As by the optimizer itself: no decay, no moment; and the next step finds other gradients."""
-    module, optimizer, reference, plain = pair("Muon")
-    for step in range(3):
-        set_gradients(module, reference, step)
-        for model in (module, reference):
-            list(model.parameters())[step].grad = None
-        step_both(optimizer, plain)
-        assert_equal(module.parameters(), reference.parameters())
 
 
 @on_ranks(2)
@@ -850,8 +828,7 @@ def test_other_parameters_since_the_last_step(rank, world, change, then, overlap
     train_both()
     optimizer.step()
     plain.step()
-    for param, other in zip(params, reference.parameters(), strict=True):
-        torch.testing.assert_close(full_of(param), full_of(other))
+    assert_weights(model, reference)
 
 
 @on_ranks(3)

@@ -510,6 +510,13 @@ def assert_gradients(module: nn.Module, alone: nn.Module, where: object = "") ->
         torch.testing.assert_close(gradient, expected.grad, msg=lambda text, n=name: f"{where} {n}: {text}")
 
 
+def assert_weights(module: nn.Module, other: nn.Module, where: object = "") -> None:
+    """Assert that two modules, of which either may be sharded, have the same weights in the same order."""
+    got, expected = (fulls(dict(one.named_parameters())) for one in (module, other))
+    for (name, weight), value in zip(got.items(), expected.values(), strict=True):
+        torch.testing.assert_close(weight, value, msg=lambda text, n=name: f"{where} {n}: {text}")
+
+
 def step_alike(
     module: nn.Module, alone: nn.Module, loss: Callable[[Any], Tensor], where: object = "", *, lr: float | None = 0.1
 ) -> None:

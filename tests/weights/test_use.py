@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from tests.support.parity import assert_gradients, beside_one_process
+from tests.support.parity import assert_gradients, assert_weights, beside_one_process
 from tests.support.pool import on_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -297,8 +297,7 @@ def test_a_forward_that_uses_weights(rank, world):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for (name, got), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(got.full_tensor(), expected, msg=lambda text, name=name: f"{name}: {text}")
+    assert_weights(model, whole)
 
 
 @on_ranks(1)

@@ -34,6 +34,7 @@ from fsdp2.grouping.grouping import CallOptions, warn_of_gradients
 from fsdp2.grouping.placing import Placed, PlacementFn
 from fsdp2.grouping.plan import describe
 from fsdp2.grouping.policy import Policy, choose_units
+from fsdp2.grouping.ties import warn_of_shared_memory
 from fsdp2.module import MADE_BY_FULLY_SHARD, FSDPModule, ZeroesHidden
 from fsdp2.policies import (
     DataParallelMeshDims,
@@ -175,6 +176,7 @@ def fully_shard(
     if dropped:
         prefixes = {below: f"{name}." if name else "" for m in modules for name, below in m.named_modules()}
         warn_of_gradients([prefixes[found.sites[0].module] + found.sites[0].name for found in dropped])
+    warn_of_shared_memory(modules)
     return module
 
 

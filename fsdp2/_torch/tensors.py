@@ -28,6 +28,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 # The placement of a dimension that tensor parallelism cuts before data parallelism: its shards interleave.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+# The only weak reference to memory, which has no number that is not given again; it is not documented.
+from torch.multiprocessing.reductions import StorageWeakRef
+
 # torch's own walk of containers, including those that users have registered.
 from torch.utils import _pytree as pytree
 
@@ -50,6 +53,7 @@ __all__ = [
     "lies_in",
     "local_tensor",
     "local_tensors",
+    "memory_of",
     "mesh_order",
     "plain_tensors_replicated",
     "python_attributes",
@@ -99,6 +103,16 @@ def lies_in(tensor: torch.Tensor, storage: Any) -> bool:
 def storages_of(tensors: Iterable[Any]) -> list[int]:
     """Return a number for each tensor's storage, unique while that exists. Assigning ``.data`` changes only this."""
     return [t.untyped_storage()._cdata for t in tensors]
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Return what is equal for tensors whose elements are the same memory, now or later; None if that is unknown.
+
+    It does not keep the memory alive, and it never equals that of memory that is allocated after this was freed.
+    """
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    return StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def address_of(tensor: torch.Tensor) -> int:

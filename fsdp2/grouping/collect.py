@@ -22,11 +22,15 @@ __all__ = ["Found", "Managed", "check_set", "collect", "move_to"]
 
 @dataclass
 class Found:
-    """A parameter to manage, its name below the call's modules, and every site that shows it."""
+    """A parameter to manage, its name below the call's modules, and every site that shows it.
+
+    ``memory`` is where its elements are when the call finds it, if they may be those of another parameter.
+    """
 
     param: nn.Parameter
     name: str
     sites: list[Site]
+    memory: Any = None
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2._torch.tensors import memory_of
 from fsdp2._warn import warn
 from fsdp2.engine.buffers import ShardStore
 from fsdp2.engine.extension import has_extension
@@ -64,6 +65,8 @@ class CallOptions:
         own, ties = find_ties(managed.params, self.mesh, self.policy_of)
         placed = self.place(own, checked)
         parts = _together(placed, self.options)
+        for found in own:  # before it is moved, which gives each parameter memory of its own
+            found.memory = memory_of(found.param) if type(found.param) is nn.Parameter else None
         stay = [entry.found for entry in placed if not isinstance(entry.offload, CPUOffloadPolicy)]
         move_to(self.mesh.device, stay, managed.buffers)
         join_ties(ties, unit)
@@ -279,6 +282,7 @@ def _make_group(placed: list[Placed], options: GroupOptions, unit: FSDPState) ->
     params = [FSDPParam(p.found.param, p.spec, p.found.sites, p.found.name, p.policy) for p in placed]
     pieces = [p.piece for p in placed]
     for entry, param in zip(placed, params):
+        param.memory = entry.found.memory
         param.formats = param.choose_formats(options.formats_of, entry.found.param)
     options = replace(options, offload_policy=placed[0].offload)
     if not isinstance(size := options.reshard_after_forward, (bool, type(None))):

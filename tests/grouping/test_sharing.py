@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -94,6 +95,63 @@ def test_tied_three_ways(rank, world, fsdp):
     """Multi-token prediction uses the embedding's weight in several heads. Whoever runs first gathers it, and its
     gradient, finished by the last of them, is reduced once."""
     check_tied(agrees(fsdp, each_part, lambda: Language(heads=2)), 2 if world > 1 else 0)
+
+
+def untied(state: dict[str, torch.Tensor]) -> Language:
+    """Return a model on the CPU that ``load_state_dict(assign=True)`` has given its weights."""
+    with torch.device("meta"):
+        module = Language()
+    module.load_state_dict(state, assign=True)
+    assert module.heads[0].weight is not module.embed.weight
+    return module
+
+
+def all_in_root(module: nn.Module, fsdp) -> None:
+    """The whole is the only unit."""
+    fsdp.fully_shard(module, mesh=mesh_1d())
+
+
+def told(prepare, module: nn.Module, fsdp) -> list[str]:
+    """Return what ``prepare`` warns of while it shards."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepare(module, fsdp)
+    return [str(one.message) for one in caught]
+
+
+@report("A tied model is loaded with assign=True, which unties it", 1, 2, promise="warns, names both parameters")
+def test_two_parameters_in_one_memory(rank, world, fsdp):
+    """A user builds a tied model on the meta device, and ``load_state_dict(assign=True)`` makes a parameter for each
+    name of the file, in one memory. A step on one is a step on the other, until each has a shard of its own."""
+    for prepare in (each_part, all_in_root):
+        texts = told(prepare, untied(Language().state_dict()), fsdp)
+        check(len(texts) == 1 and "embed.weight and heads.0.weight: got" in texts[0], "trains them apart")
+
+
+@on_ranks(1, 2)
+def test_parameters_in_one_memory_that_nobody_is_warned_of(rank, world):
+    """The remedies, tying and copying, end the warning; a unit above one that was warned of is silent, and so is what
+    cannot change: frozen weights, and rows of one matrix that do not overlap."""
+    state = Language(heads=2).state_dict()
+    with torch.device("meta"):
+        module = Language(heads=2)
+    module.load_state_dict(state, assign=True)
+    texts = told(all_in_root, module, fsdp2)
+    assert len(texts) == 1 and "embed.weight and heads.0.weight (and 1 more pairs)" in texts[0]
+    assert not told(all_in_root, nn.Sequential(module, nn.Linear(8, 8)), fsdp2)
+
+    module = untied(Language().state_dict())
+    module.heads[0].weight = module.embed.weight
+    assert not told(each_part, module, fsdp2)
+    module = untied(Language().state_dict())
+    module.heads[0].weight = nn.Parameter(module.heads[0].weight.detach().clone())
+    assert not told(each_part, module, fsdp2)
+    assert not told(each_part, untied(Language().state_dict()).requires_grad_(False), fsdp2)
+
+    rows, module = torch.randn(16, 8), Three()
+    for part, piece in zip((module.first, module.middle), rows.chunk(2)):
+        part.weight = nn.Parameter(piece)
+    assert not told(all_in_root, module, fsdp2)
 
 
 class Adapter(nn.Module):

@@ -377,6 +377,22 @@ def test_data_assigned_shows_in_the_storage_alone() -> None:
     assert not _torch.lies_in(whole.to_sparse(), whole.untyped_storage())
 
 
+@probes("memory_of")
+def test_tensors_of_one_memory_are_known_when_it_is_gone() -> None:
+    whole = torch.zeros(4, 2)
+    alike, memory = whole.detach(), _torch.memory_of(whole)
+    assert memory is not None and memory == _torch.memory_of(alike)
+    others = [whole[1:], whole.t(), whole.clone(), whole[:0], whole.to("meta"), whole.to_sparse()]
+    assert memory not in [_torch.memory_of(other) for other in others]
+    with _torch.fake_tensors():
+        fake = torch.zeros(4, 2)
+        assert _torch.memory_of(fake) == _torch.memory_of(fake.detach()) != _torch.memory_of(torch.zeros(4, 2))
+    del whole, alike, others
+    assert memory[0].expired()
+    later = [torch.zeros(4, 2) for _ in range(100)]  # of which one gets the address of the first
+    assert memory not in map(_torch.memory_of, later)
+
+
 @probes("address_of")
 def test_addresses_of_tensors_with_and_without_memory() -> None:
     real = torch.zeros(4)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from fsdp2.comm.comparison import Comparison
+from tests.unit.comm.transforms import in_jvp
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.complex64, torch.complex128)
 CASTS = [(dtype, dtype) for dtype in DTYPES] + [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)]
@@ -84,12 +83,6 @@ def test_a_device_compares_inside_autocast(dtype) -> None:
     pairs["b"][1].fill_(1)
     with torch.autocast("cpu", torch.bfloat16):
         assert unlike(Comparison(pairs)) == ["b"]
-
-
-def in_jvp(function: Callable[[], object]) -> None:
-    """Call ``function`` inside a transform of ``torch.func``."""
-    ones = torch.ones(2)
-    torch.func.jvp(lambda x: (function(), x)[1], (ones,), (ones,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

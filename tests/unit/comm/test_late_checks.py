@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import torch
@@ -10,14 +11,22 @@ import torch
 from fsdp2.comm.late_checks import LateChecks
 from fsdp2.comm.streams import ComputeLane
 from tests.support.streams import Device, Event
+from tests.unit.comm.transforms import in_jvp
 
 YES = torch.tensor([True])
 
 
+@contextmanager
+def checking() -> Iterator[tuple[Device, LateChecks]]:
+    """Yield a device, which says whether it is captured as CUDA does, and its checks."""
+    with Device() as device:
+        device.is_current_stream_capturing = lambda: bool(device.capture)  # type: ignore[attr-defined]
+        yield device, LateChecks(ComputeLane(torch.device("cpu")))
+
+
 def test_each_failure_is_named_once() -> None:
     """In the order in which they were made, and only those that have failed."""
-    with Device() as device:
-        checks = LateChecks(ComputeLane(torch.device("cpu")))
+    with checking() as (device, checks):
         for name in ("wrong", "another", "wrong"):
             checks.add([("right", 1), (name, 2), ("right too", 1)], torch.tensor([False, False, True, False]))
             assert checks.failed() == []
@@ -31,8 +40,7 @@ def test_each_failure_is_named_once() -> None:
 
 def test_what_has_not_arrived_is_asked_for_again() -> None:
     """The host waits for nothing, and results arrive in order."""
-    with Device():
-        checks = LateChecks(ComputeLane(torch.device("cpu")))
+    with checking() as (_, checks):
         for name in ("first", "second"):
             checks.add([(name, 1)], YES.clone())
             checks.end_forward()
@@ -43,9 +51,7 @@ def test_what_has_not_arrived_is_asked_for_again() -> None:
 
 def test_they_are_due_behind_the_first_forward_and_then_now_and_then() -> None:
     """A graph would repeat them, and nobody would read the results."""
-    with Device() as device:
-        device.is_current_stream_capturing = lambda: bool(device.capture)  # type: ignore[attr-defined]
-        checks = LateChecks(ComputeLane(torch.device("cpu")))
+    with checking() as (device, checks):
         due = []
         for forward in range(40):
             if checks.are_due:
@@ -58,9 +64,7 @@ def test_they_are_due_behind_the_first_forward_and_then_now_and_then() -> None:
 
 def test_a_capture_asks_for_no_result() -> None:
     """CUDA refuses to ask for an event that is not part of the capture, which would be lost."""
-    with Device() as device:
-        device.is_current_stream_capturing = lambda: bool(device.capture)  # type: ignore[attr-defined]
-        checks = LateChecks(ComputeLane(torch.device("cpu")))
+    with checking() as (device, checks):
         checks.add([("wrong", 1)], YES.clone())
         checks.end_forward()
         with device.capturing():
@@ -70,9 +74,7 @@ def test_a_capture_asks_for_no_result() -> None:
 
 def test_a_capture_sends_no_results_of_a_forward_that_broke_off() -> None:
     """Each replay would send them again, and nobody may ask for the event."""
-    with Device() as device:
-        device.is_current_stream_capturing = lambda: bool(device.capture)  # type: ignore[attr-defined]
-        checks = LateChecks(ComputeLane(torch.device("cpu")))
+    with checking() as (device, checks):
         checks.add([("wrong", 1)], YES.clone())
         with device.capturing():
             checks.end_forward()
@@ -82,13 +84,8 @@ def test_a_capture_sends_no_results_of_a_forward_that_broke_off() -> None:
 
 def test_results_of_a_forward_inside_transforms_are_read_outside() -> None:
     """They are made in one call, and read in another one."""
-    ones, found = torch.ones(2), []
-
-    def in_jvp(function: Callable[[], object]) -> None:
-        torch.func.jvp(lambda x: (function(), x)[1], (ones,), (ones,))
-
-    with Device():
-        checks = LateChecks(ComputeLane(torch.device("cpu")))
+    found: list[str] = []
+    with checking() as (_, checks):
         checks.add([("wrong", 1)], YES.clone())
         in_jvp(lambda: in_jvp(checks.end_forward))
         in_jvp(lambda: found.extend(checks.failed()))

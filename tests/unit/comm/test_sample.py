@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from fsdp2.comm.sample import Sample
+from tests.unit.comm.transforms import in_jvp
 
 
 def test_each_span_is_named() -> None:
@@ -72,12 +71,6 @@ def test_another_default_device() -> None:
         earlier = sample.take()
     buffer.add_(1)
     assert sample.unlike(earlier) == ["weight"]
-
-
-def in_jvp(function: Callable[[], object]) -> None:
-    """Call ``function`` inside a transform of ``torch.func``."""
-    ones = torch.ones(2)
-    torch.func.jvp(lambda x: (function(), x)[1], (ones,), (ones,))
 
 
 def test_transforms_and_inference_leave_no_mark() -> None:

@@ -150,15 +150,6 @@ def test_an_evaluation_that_passes_its_input_on_is_not_in_its_backward(mesh: Dev
     assert not events(output.sum().backward)
 
 
-def test_a_communicator_of_their_own_is_used_from_the_next_backward_on(mesh: DeviceMesh) -> None:
-    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    backward_events(model)
-    model.set_separate_reduce_scatter_group()
-    backward_events(model)
-    (group,) = model._get_fsdp_state().groups
-    assert [plan.shard for plan in group.gradients._plan._reductions.values()] == [group.gradients.axis]
-
-
 class Half(nn.Module):
     """Uses one of its two layers."""
 

@@ -115,15 +115,6 @@ def test_a_forward_that_was_interrupted_is_forgotten_with_the_next(mesh: DeviceM
     assert aborted() is None
 
 
-def test_other_ranks_are_shown_what_is_gathered_by_hand(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the first step to the end of the pass, since those that do not ask would pair it with another of theirs."""
-    observer = mock.Mock()
-    monkeypatch.setattr(RootContext, "observer_by_hand", lambda *unused, **options: observer)
-    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
-    model.unshard()
-    assert [call[0] for call in observer.method_calls] == ["begin", "before", "before", "end"]
-
-
 @pytest.mark.parametrize("leaves", [False, True])
 def test_ranks_are_compared_before_reductions_are_waited_for(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, leaves: bool

@@ -195,13 +195,20 @@ class Skipping(nn.Module):
         return x
 
 
+def skipping(*shape: int) -> Any:
+    """Return blocks that are units, on a mesh of one dimension, or of replicas and shards."""
+    names = ("replicate", "shard")[-len(shape) :]
+    model: Any = Skipping().cuda()
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    for unit in (*model.layers, model):
+        fsdp2.fully_shard(unit, mesh=mesh)
+    return model
+
+
 def skips_a_unit(rank: int, world: int, marked: bool, checked: bool) -> None:
     """Rank 1 leaves a unit out in every second step."""
     fsdp2.set_rank_checks(checked)
-    model: Any = Skipping().cuda()
-    mesh = init_device_mesh("cuda", (world,))
-    for unit in (*model.layers, model):
-        fsdp2.fully_shard(unit, mesh=mesh)
+    model = skipping(world)
     if marked:
         model.set_reduce_scatter_unused_params(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -233,10 +240,7 @@ def test_without_rank_checks_nccl_gets_different_calls():
 
 def evaluates(rank: int, world: int, alone: bool) -> None:
     """On two replicas of two ranks the first replica evaluates before a step, or ``alone`` its first rank."""
-    model: Any = Skipping().cuda()
-    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for unit in (*model.layers, model):
-        fsdp2.fully_shard(unit, mesh=mesh)
+    model = skipping(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(60 if alone else 4):
         if number == 2 and (rank == 0 if alone else rank < 2):
@@ -277,10 +281,8 @@ def logged(rank: int, world: int) -> None:
 def gathers_alone(rank: int, world: int) -> None:
     """After a step, rank 0 alone gathers a parameter, and the others go on to a step whose loss they print."""
     logged(rank, world)
-    model: Any = Skipping().cuda()
     with mock.patch.multiple(standstill, _LOOK_SECONDS=0.5, _PATIENCE_SECONDS=1.0, _STANDING_SECONDS=2.0):
-        for unit in (*model.layers, model):
-            fsdp2.fully_shard(unit, mesh=init_device_mesh("cuda", (world,)))
+        model = skipping(world)
         for _ in range(2):
             loss = model(torch.randn(4, WIDTH, device="cuda")).sum()
             loss.backward()
@@ -303,9 +305,7 @@ def does_less(rank: int, world: int, what: str) -> None:
         logged(rank, 1)
     if what == "everything":
         standstill._LOOK_SECONDS, standstill._PATIENCE_SECONDS = 0.5, 1.0  # in this process, which ends with the test
-    model: Any = Skipping().cuda()
-    for unit in (*model.layers, model):
-        fsdp2.fully_shard(unit, mesh=init_device_mesh("cuda", (world,)))
+    model = skipping(world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(0 if what == "everything" and rank == 1 else 4):
         step(model, optimizer, 0, waits=False)

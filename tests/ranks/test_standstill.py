@@ -46,29 +46,15 @@ def trained() -> Three:
     return model
 
 
-def full_tensor_alone(patterns: list[str], rank: int, world: int) -> None:
-    """The last rank gathers a parameter, which it alone is told to, and the others come to a barrier."""
+def calls_alone(call: str, patterns: list[str], rank: int, world: int) -> None:
+    """The last rank does what it alone is told to: it gathers, saves or evaluates. The others come to a barrier."""
     model = trained()
     until_logged(patterns[rank], range(world))
-    if rank == world - 1:
+    if rank == world - 1 and call == "full_tensor()":
         model.last.weight.full_tensor()
-    dist.barrier()
-
-
-def state_dict_alone(patterns: list[str], rank: int, world: int) -> None:
-    """The last rank saves."""
-    model = trained()
-    until_logged(patterns[rank], range(world))
-    if rank == world - 1:
+    elif rank == world - 1 and call == "get_model_state_dict()":
         get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    dist.barrier()
-
-
-def evaluates_alone(patterns: list[str], rank: int, world: int) -> None:
-    """The last rank evaluates."""
-    model = trained()
-    until_logged(patterns[rank], range(world))
-    if rank == world - 1:
+    elif rank == world - 1:
         with torch.no_grad():
             model(torch.ones(2, 8))
     dist.barrier()
@@ -127,24 +113,24 @@ def line_of(program: object, text: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("program", "call", "what"),
+    ("call", "line"),
     [
-        (full_tensor_alone, "full_tensor()", r"full_tensor\(\)"),
-        (state_dict_alone, "get_model_state_dict(", r"get_model_state_dict\(\)"),
-        (evaluates_alone, "model(torch", "evaluation"),
+        ("full_tensor()", "weight.full_tensor()"),
+        ("get_model_state_dict()", "get_model_state_dict(model"),
+        ("evaluation", "model(torch"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_collective_of_one_rank_between_passes(program, call, what):
+def test_a_collective_of_one_rank_between_passes(call, line):
     """All ranks waited out the timeout of the process group, and then gloo named neither rank nor place."""
-    place = lambda text: rf"at {re.escape(os.path.relpath(HERE))}:{line_of(program, text)}, for \d+(?: to \d+)? s"
-    barrier, alone = rf"in barrier\(\), {place('dist.barrier')}", rf"in {what}, {place(call)}"
+    where = re.escape(os.path.relpath(HERE))
+    place = lambda text: rf"at {where}:{line_of(calls_alone, text)}, for \d+(?: to \d+)? s"
+    barrier, alone = rf"in barrier\(\), {place('dist.barrier')}", rf"in {re.escape(call)}, {place(line)}"
     patterns = []
     for rank in range(3):
         others = f"rank {rank}, {1 - rank}: {barrier}" if rank < 2 else ""
         order = f"{others}; rank 2: {alone}" if rank < 2 else f"rank 2: {alone}; rank 0, 1: {barrier}"
         patterns.append(rf"^rank {rank} waits for other ranks\. R{order[1:]}\. .*{re.escape(REMEDY)}")
-    for rank, ended in enumerate(run_apart(partial(program, patterns), 3)):
+    for rank, ended in enumerate(run_apart(partial(calls_alone, call, patterns), 3)):
         assert ended.status == 0 and re.search(patterns[rank], ended.output, re.MULTILINE), ended
 
 

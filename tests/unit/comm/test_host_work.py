@@ -60,44 +60,54 @@ class Observer:
             raise RuntimeError("ranks differ")
 
 
-def wait(monkeypatch: pytest.MonkeyPatch, work: Any, observer: Observer) -> list[str]:
+@pytest.fixture(autouse=True)
+def own_observer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put back the observer of before, and look for it often."""
+    monkeypatch.setattr(host_work, "_observer", host_work._observer)
+    monkeypatch.setattr(host_work, "_SLICE", timedelta(milliseconds=10))
+
+
+@pytest.fixture
+def own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a thread of this test wait for collectives, should it end."""
+    for name, value in (("_thread", None), ("_waits", queue.SimpleQueue())):
+        monkeypatch.setattr(host_work._WaitElsewhere, name, value)
+
+
+def wait(work: Any, observer: Observer) -> list[str]:
     """Wait for the work under an observer and return what that saw."""
-    monkeypatch.setattr(host_work, "_observer", host_work._observer)  # put back in the end
     observe_waits(observer)
     HostWork(work).wait()
     return observer.seen
 
 
-def test_a_short_wait_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wait(monkeypatch, Work(0), Observer()) == []
+def test_a_short_wait_is_not_seen() -> None:
+    assert wait(Work(0), Observer()) == []
 
 
-def test_a_long_wait_is_seen_slice_by_slice_and_its_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_is_seen_slice_by_slice_and_its_end_once() -> None:
     """What ends with a slice is done: nobody looks why it is not."""
-    assert wait(monkeypatch, Work(3), Observer()) == ["waiting", "waiting", "waited"]
+    assert wait(Work(3), Observer()) == ["waiting", "waiting", "waited"]
 
 
 @pytest.mark.parametrize(("slices", "before", "after"), [(0, [], []), (2, ["waiting"], ["waited"])])
-def test_a_failure_is_seen_and_raised(
-    monkeypatch: pytest.MonkeyPatch, slices: int, before: list[str], after: list[str]
-) -> None:
+def test_a_failure_is_seen_and_raised(slices: int, before: list[str], after: list[str]) -> None:
     observer = Observer()
     with pytest.raises(RuntimeError, match="connection closed"):
-        wait(monkeypatch, Work(slices, "connection closed"), observer)
+        wait(Work(slices, "connection closed"), observer)
     assert observer.seen == [*before, "failed: connection closed", *after]
 
 
-def test_what_an_observer_raises_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_observer_raises_ends_the_wait() -> None:
     observer = Observer(raises="waiting")
     with pytest.raises(RuntimeError, match="ranks differ"):
-        wait(monkeypatch, Work(100), observer)
+        wait(Work(100), observer)
     assert observer.seen == ["waiting", "waited"]
 
 
-def test_a_wait_is_recorded_with_what_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_recorded_with_what_it_was_for() -> None:
     """A recorder of steps learns when the host began to wait and for which collective, also where that fails."""
     recorder, works = mock.Mock(), [Work(1), Work(0, "connection closed")]
-    monkeypatch.setattr(host_work, "_SLICE", timedelta(0))
     with _trace.recording_with(recorder):
         HostWork(works[0]).wait()
         with pytest.raises(RuntimeError):
@@ -106,7 +116,7 @@ def test_a_wait_is_recorded_with_what_it_was_for(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("error", ["", "connection closed"])
-def test_one_that_waits_whatever_the_limit_is_waited_for_elsewhere(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+def test_one_that_waits_whatever_the_limit_is_waited_for_elsewhere(error: str) -> None:
     done, by = threading.Event(), []
 
     class Blocking:
@@ -121,8 +131,6 @@ def test_one_that_waits_whatever_the_limit_is_waited_for_elsewhere(monkeypatch: 
             super().waiting()
             done.set()
 
-    monkeypatch.setattr(host_work, "_SLICE", timedelta(0))
-    monkeypatch.setattr(host_work, "_observer", host_work._observer)
     observer, work = Ends(), HostWork(Blocking(), takes_limit=False)
     observe_waits(observer)
     with pytest.raises(RuntimeError, match=error) if error else nullcontext():
@@ -151,10 +159,9 @@ def wait_elsewhere(error: Exception | None = None) -> None:
     HostWork(AtOnce(error), takes_limit=False).wait()
 
 
-def test_any_exception_of_a_wait_elsewhere_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_thread")
+def test_any_exception_of_a_wait_elsewhere_is_raised_here() -> None:
     """The thread ended with an exception that was no RuntimeError, and all later reductions waited for ever."""
-    for name, value in (("_thread", None), ("_waits", queue.SimpleQueue())):  # of this test, should it end
-        monkeypatch.setattr(host_work._WaitElsewhere, name, value)
     seen: list[str] = []
 
     def wait_twice() -> None:
@@ -171,16 +178,13 @@ def test_any_exception_of_a_wait_elsewhere_is_raised_here(monkeypatch: pytest.Mo
     assert seen == ["an error of another kind", "done"]
 
 
+@pytest.mark.usefixtures("own_thread")
 @pytest.mark.parametrize("line", range(24))
-def test_an_interrupted_wait_elsewhere_can_be_waited_for_again(monkeypatch: pytest.MonkeyPatch, line: int) -> None:
+def test_an_interrupted_wait_elsewhere_can_be_waited_for_again(line: int) -> None:
     """``reset_iter_state()`` waits for what an interrupt has left; after one at the wrong line it waited for ever.
 
     That line was before the thread had the collective, or after the end of the collective had been noticed.
     """
-    for name, value in (("_thread", None), ("_waits", queue.SimpleQueue())):
-        monkeypatch.setattr(host_work._WaitElsewhere, name, value)
-    monkeypatch.setattr(host_work, "_SLICE", timedelta(seconds=0.01))
-    monkeypatch.setattr(host_work, "_observer", host_work._observer)
     work, steps = HostWork(AtOnce(), takes_limit=False), iter(range(line + 1))
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -221,7 +225,7 @@ def test_a_forked_process_waits_in_a_thread_of_its_own() -> None:
     assert ended == 0
 
 
-def test_a_work_that_never_ends_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_work_that_never_ends_holds_up_no_other() -> None:
     """An error may leave one that other ranks never launch. Later ones waited behind it until it timed out."""
     left = threading.Event()
 
@@ -234,8 +238,6 @@ def test_a_work_that_never_ends_holds_up_no_other(monkeypatch: pytest.MonkeyPatc
             super().waiting()
             assert len(self.seen) < 6000, "it waits for the one that was left"  # a minute
 
-    monkeypatch.setattr(host_work, "_SLICE", timedelta(milliseconds=10))
-    monkeypatch.setattr(host_work, "_observer", host_work._observer)
     observe_waits(Observer(raises="waiting"))
     with pytest.raises(RuntimeError, match="ranks differ"):
         HostWork(Hanging(), takes_limit=False).wait()  # type: ignore[arg-type]  # as far as it is one

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from functools import partial
 
 import pytest
@@ -21,6 +23,15 @@ def micro_batches(rank: int, step: int) -> list[torch.Tensor]:
     count = 2 if step == 1 else 1 + (rank + step) % 3
     generator = torch.Generator().manual_seed(10 * step + rank)
     return [torch.randn(3, 6, generator=generator) for _ in range(count)]
+
+
+def assert_mean(weights: Iterable[nn.Parameter], plain: nn.Module, batches: list[list[torch.Tensor]]) -> None:
+    """Assert that gradients are the mean over ranks, of which each has batches of its own, and drop them."""
+    for batch in itertools.chain(*batches):
+        (plain(batch).square().sum() / len(batches)).backward()
+    for got, expected in zip(weights, plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
+        got.grad = expected.grad = None
 
 
 @on_ranks(2, 4)
@@ -73,12 +84,7 @@ def test_a_usual_step_behind_different_numbers_of_micro_batches(rank, world, bef
         for i, batch in enumerate(batches):
             module.set_requires_gradient_sync(i + 1 == len(batches))
             module(batch).square().sum().backward()
-        for some in others:
-            for batch in some:
-                (plain(batch).square().sum() / world).backward()
-        for got, expected in zip(weights, plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
-            got.grad = expected.grad = None
+        assert_mean(weights, plain, others)
 
     def usual() -> None:
         batch = torch.ones(3, 6)
@@ -129,11 +135,7 @@ def test_different_numbers_of_micro_batches_where_such_passes_have_gathered(rank
             if gathers == "first backward" and i == 0 and step + 1 < STEPS:
                 reshard()
             loss.backward()
-        for batch in (batch for some in batches for batch in some):
-            (plain(batch).square().sum() / world).backward()
-        for got, expected in zip(weights, plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
-            got.grad = expected.grad = None
+        assert_mean(weights, plain, batches)
 
 
 class Recurrent(nn.Module):
@@ -164,12 +166,7 @@ def test_different_numbers_of_micro_batches_of_a_unit_that_runs_twice(rank, worl
             module.set_requires_gradient_sync(i + 1 == len(batches))
             module.set_reshard_after_backward(not kept or i + 1 == len(batches))
             module(batch).square().sum().backward()
-        for other in range(world):
-            for batch in micro_batches(other, step):
-                (plain(batch).square().sum() / world).backward()
-        for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
-            got.grad = expected.grad = None
+        assert_mean(module.parameters(), plain, [micro_batches(other, step) for other in range(world)])
 
 
 @on_ranks(2)

@@ -78,7 +78,7 @@ TWICE = {
 }
 
 
-def train_and_compare(kind: Kind, rank: int, world: int) -> None:
+def train_and_compare(rank: int, world: int, kind: Kind) -> None:
     """One rank of a case: train the model and one in a single process, and compare."""
     torch.manual_seed(0)
     alone = Experts(dense=kind.dense, tail=kind.tail, recompute=kind.recompute)
@@ -133,18 +133,13 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("world", "kind"), cases())
 def test_orders_that_change(world, kind):
     """Every order trains, whatever the ranks used before."""
-    POOL.run(world, run_in_pool, {"kind": kind}, LIMIT_SECONDS)
-
-
-def run_in_pool(rank: int, world: int, kind: Kind) -> None:
-    """One rank of a case, in the processes that serve all tests."""
-    train_and_compare(kind, rank, world)
+    POOL.run(world, train_and_compare, {"kind": kind}, LIMIT_SECONDS)
 
 
 @pytest.mark.parametrize("name", TWICE)
 def test_a_unit_twice_on_some_ranks(name):
     """Ranks that have seen that they use a unit a different number of times agree on each of its collectives."""
-    POOL.run(2, run_in_pool, {"kind": TWICE[name]}, LIMIT_SECONDS)
+    POOL.run(2, train_and_compare, {"kind": TWICE[name]}, LIMIT_SECONDS)
 
 
 @on_ranks(2, 4)
@@ -154,4 +149,4 @@ def test_any_order(rank, world, recompute, reshard):
     """After two steps that are alike on all ranks, orders change, and units are called more often on some ranks."""
     steps = ([[0, 1, 2]] * 2, [[0, 1, 2]] * 2, [[2, 0], [0, 1, 2]], [[1, 1, 0], [2, 1, 0]], [[], [2, 2]], [[0, 0], []])
     kind = Kind(steps, evaluations=True, recompute=recompute, reshard=reshard, any_order=True)
-    train_and_compare(kind, rank, world)
+    train_and_compare(rank, world, kind)

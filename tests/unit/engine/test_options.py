@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, replace
 from functools import partial
 
 import pytest
@@ -27,11 +27,9 @@ def test_the_defaults_are_those_of_torch() -> None:
     assert (options.all_gather, options.reduce_scatter, options.all_reduce_hook) == (None, None, None)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(GroupOptions)])
-def test_no_option_can_be_set_in_place(name: str) -> None:
-    options = GroupOptions()
+def test_no_option_can_be_set_in_place() -> None:
     with pytest.raises(FrozenInstanceError):
-        setattr(options, name, getattr(options, name))
+        GroupOptions().force_sum = True  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", POLICY_DTYPES)

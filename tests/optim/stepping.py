@@ -18,6 +18,8 @@ from fsdp2.optim.host_state import HOST_STATE
 from tests.support.parity import mesh_1d
 
 ROWS, WIDTH = 4, 6
+BUCKET = 256 / 2**20
+"""MiB that are a few parameters of the model, or one."""
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -166,8 +168,8 @@ def driven_by_others(
         return loss
 
     losses = []
-    for _ in range(3):
-        losses.append(optimizer.step(closure).item())
+    for step in (optimizer.step, optimizer.step, lambda closure: optimizer.step(closure=closure)):
+        losses.append(step(closure).item())
         scheduler.step()
     assert len(set(losses)) == 3 and optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
     return seen

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fsdp2
 from tests.optim.stepping import host_apart, local, on_host
 from tests.support import api
+from tests.support.composition import composes
 from tests.support.parity import full, mesh_1d
 from tests.support.pool import on_ranks
 from tests.support.sampling import ALL_VARIABLE
@@ -304,6 +305,28 @@ def to(kind: str, way: str, pair: Pair, alone: Pair) -> Pair:
     return new
 
 
+def scaled_and_clipped(kind: str, way: str, pair: Pair, alone: Pair) -> Pair:
+    """Gradients in the optimizer's groups are unscaled and clipped; one infinity lets all ranks skip a step."""
+    for one, clip in ((pair, fsdp2.clip_grad_norm_), (alone, torch.nn.utils.clip_grad_norm_)):
+        scaler = fsdp2.ShardedGradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            rows = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 + step))
+            scaler.scale(one.model(rows).square().mean()).backward()
+            if step == 0:
+                held = [param for group in one.optimizer.param_groups for param in group["params"]]
+                scaler.unscale_(one.optimizer)
+                assert clip(held, 0.01) > 0.01
+            elif step == 1 and torch.distributed.get_rank() == 0:
+                local(one.model.linear.weight.grad)[0, 0] = float("inf")
+            scaler.step(one.optimizer)
+            scaler.update()
+            one.model.zero_grad()
+        scales: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(scales, scaler.get_scale())  # a rank that differs lets no other wait
+        assert scales == [512.0] * len(scales)
+    return pair
+
+
 ENTRIES: dict[str, Callable[[str, str, Pair, Pair], Pair]] = {
     "step": step,
     "zero_grad": zero_grad,
@@ -319,6 +342,7 @@ ENTRIES: dict[str, Callable[[str, str, Pair, Pair], Pair]] = {
     "deepcopy, the optimizer first": deepcopy("optimizer first"),
     "pickle": pickled,
     "to": to,
+    "scaled and clipped": scaled_and_clipped,
 }
 
 
@@ -372,6 +396,7 @@ def walk(entry: str, kind: str, way: str) -> None:
         assert on_host(pair.optimizer) >= sum(value.nbytes for value in values if value.numel() > 1) > 0
 
 
+@composes("state on the host", "GradScaler", "clipping", "Adam")
 @on_ranks(2, limit=300)
 @pytest.mark.parametrize("way", WAYS)
 def test_table(rank, world, way):

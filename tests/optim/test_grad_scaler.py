@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 
 import fsdp2
 from tests.grouping.models import Block, Net, nodes_mesh
+from tests.optim.stepping import host_apart
 from tests.support import api
 from tests.support.parity import assert_parity, full, mesh_1d
 from tests.support.pool import on_ranks
@@ -137,20 +138,22 @@ def test_training(rank, world, unscale):
 
 
 @on_ranks(1, 4)
+@pytest.mark.parametrize("use", [fsdp2.use_local_shards, fsdp2.offload_optimizer_state])
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_fused_steps_are_skipped(rank, world, name):
+def test_fused_steps_are_skipped(rank, world, name, use):
     """A fused step looks itself whether to skip, and does so where it is told 1.
 
     It was told on how many ranks a gradient was infinite, so it stepped where that were several, and parameters became
     NaN.
     """
     module = small("sharded")
-    optimizer = fsdp2.use_local_shards(getattr(torch.optim, name)(module.parameters(), lr=0.1, fused=True))
+    optimizer = use(getattr(torch.optim, name)(module.parameters(), lr=0.1, fused=True))
     scaler = fsdp2.ShardedGradScaler("cpu", init_scale=8.0)
     for factor in (float("inf"), 1.0):
         before = [full(parameter) for parameter in module.parameters()]
         scaler.scale(module(torch.ones(2, 8)).sum() * factor).backward()
-        scaler.step(optimizer)
+        with host_apart():
+            scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         after = [full(parameter) for parameter in module.parameters()]

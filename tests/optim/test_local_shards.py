@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from tests.optim.stepping import (
+    BUCKET,
     OPTIMIZERS,
     ROWS,
     WIDTH,
@@ -27,10 +28,11 @@ from tests.optim.stepping import (
     host_apart,
     local,
     make,
-    pair,
+    on_host,
     train,
 )
-from tests.support.parity import mesh_1d, mesh_2d
+from tests.support.composition import composes
+from tests.support.parity import assert_weights, mesh_1d, mesh_2d
 from tests.support.pool import on_ranks
 
 FUSED = {"SGD", "SGD with momentum", "SGD with Nesterov", "Adam", "AdamW", "Adagrad"}
@@ -66,44 +68,61 @@ def test_steps_are_those_on_plain_tensors(rank, world, way):
                 assert_equal(state, reference.state[one])
 
 
+def three_ways(name: str, models: list[Any], groups: Callable[[Any], Any] = nn.Module.parameters) -> list[Any]:
+    """Return optimizers of equal models: on DTensors, on local shards, and on these with its state on the host."""
+    optimizers = [make(name, "foreach")(groups(model)) for model in models]
+    fsdp2.use_local_shards(optimizers[1])
+    fsdp2.offload_optimizer_state(optimizers[2], bucket_mb=BUCKET)
+    return optimizers
+
+
+@composes("state on the host", "hybrid sharding", "Adam")
+@composes("state on the host", "over replicas", "Adam")
+@composes("state on the host", "CPU offload", "Adam")
 @on_ranks(4)
 @pytest.mark.parametrize("name", [pytest.param("SGD with momentum", marks=pytest.mark.slow), "AdamW"])
 def test_hybrid_sharding_and_cpu_offload(rank, world, name):
-    """Neither the mesh nor the place of shards matters."""
+    """Neither the mesh nor the place of shards matters. State of parameters on the host stays where it is."""
     over, offloaded = {"shard_over_replicas": True}, {"offload_policy": fsdp2.CPUOffloadPolicy()}
-    for mesh, options in ((mesh_2d(), {}), (mesh_2d(), over), (mesh_1d(), offloaded)):
-        modules, optimizers = pair(make(name, "foreach"), mesh, **options)
-        for module, optimizer in zip(modules, optimizers, strict=True):
-            train(module, optimizer)
-        assert_same_training(modules, optimizers)
+    for mesh, options, apart in ((mesh_2d(), {}, True), (mesh_2d(), over, True), (mesh_1d(), offloaded, False)):
+        with host_apart(apart):
+            modules = [build(mesh, **options) for _ in range(3)]
+            optimizers = three_ways(name, modules)
+            for module, optimizer in zip(modules, optimizers, strict=True):
+                train(module, optimizer)
+            for way in (1, 2):
+                assert_same_training(modules[::way], optimizers[::way])
+            assert bool(on_host(optimizers[2])) is apart
 
 
+@composes("state on the host", "tensor parallel", "Adam")
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
 def test_over_tensor_parallelism(rank, world, name):
     """Shards of shards, and parameters that tensor parallelism alone holds, step in one optimizer."""
     mesh = mesh_2d("dp", "tp")
     modules: list[Any] = []
-    for _ in range(2):
+    for _ in range(3):
         torch.manual_seed(3)
         module = nn.Sequential(nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH), nn.Linear(WIDTH, WIDTH))
         parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()})
         fsdp2.fully_shard(module[0], mesh=mesh["dp"])
         fsdp2.fully_shard(module[1], mesh=mesh["dp"])
         modules.append(module)
-    chosen = [[*module[0].parameters(), *module[1].parameters()] for module in modules]
-    optimizers = [
-        make(name)([{"params": p}, {"params": m[2].parameters()}]) for p, m in zip(chosen, modules, strict=True)
-    ]
-    fsdp2.use_local_shards(optimizers[1])
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank // 2))
-    for _ in range(3):
-        for module, optimizer in zip(modules, optimizers, strict=True):
-            module(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    with host_apart():
+        optimizers = three_ways(
+            name, modules, lambda m: [{"params": m[:2].parameters()}, {"params": m[2].parameters()}]
+        )
+        for _ in range(3):
+            for module, optimizer in zip(modules, optimizers, strict=True):
+                module(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert on_host(optimizers[2])
     assert modules[0][0].weight.placements[0] != Shard(0), "expected a strided shard"
-    assert_same_training(modules, optimizers)
+    for way in (1, 2):
+        assert_same_training(modules[::way], optimizers[::way])
 
 
 @on_ranks(2)
@@ -224,5 +243,4 @@ def test_lbfgs_steps_on_dtensors_of_even_pieces(rank, world):
 
         for _ in range(2):
             optimizer.step(closure)
-    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach().full_tensor(), theirs.detach())
+    assert_weights(module, reference)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import fsdp2
 from tests.optim.stepping import (
+    BUCKET,
+    Make,
     Model,
     assert_same_training,
     batch,
@@ -27,42 +31,41 @@ from tests.optim.stepping import (
     train,
 )
 from tests.support import api
+from tests.support.composition import composes
 from tests.support.parity import full, mesh_1d
 from tests.support.pool import on_ranks
 
 # ---- everybody else ----
 
 
+class OwnAdam(torch.optim.AdamW):
+    """A class derived from one of torch's."""
+
+
+WAYS: dict[str, tuple[Make, Callable[[torch.optim.Optimizer], torch.optim.Optimizer]]] = {
+    "SGD": (make("SGD with momentum"), fsdp2.use_local_shards),
+    "AdamW": (make("AdamW"), fsdp2.use_local_shards),
+    "proxies": (partial(OwnAdam, lr=0.1), partial(fsdp2.use_local_shards, elementwise=True)),
+    "host": (make("AdamW", "foreach"), partial(fsdp2.offload_optimizer_state, bucket_mb=BUCKET)),
+}
+
+
+@composes("state on the host", "LR schedule", "Adam")
 @on_ranks(2, 4)
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
-def test_schedulers_hooks_and_closures(rank, world, name, when):
-    """They run in their order and find DTensors."""
-    modules, optimizers = pair(make(name))
-    seen = []
-    for use, module in enumerate(modules):
-        late = fsdp2.use_local_shards if when == "before" and use else None
-        if when == "before":
-            optimizers[use] = make(name)(module.parameters())
-        seen.append(driven_by_others(module, optimizers[use], late))
+@pytest.mark.parametrize("way", WAYS)
+def test_schedulers_hooks_and_closures(rank, world, way, when):
+    """They run once a step, in their order, and find DTensors, whether they were made before or after the call."""
+    build_one, wrap = WAYS[way]
+    modules: list[Any] = [build() for _ in range(2)]
+    optimizers = [build_one(module.parameters()) for module in modules]
+    with host_apart(), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*lr_scheduler.*")
+        if when == "after":
+            wrap(optimizers[1])
+        seen = [driven_by_others(modules[0], optimizers[0], None)]
+        seen.append(driven_by_others(modules[1], optimizers[1], wrap if when == "before" else None))
     assert seen[0] == seen[1] and len(seen[0]) == 9
-    assert_same_training(modules, optimizers)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("way", ["foreach", "fused"])
-def test_grad_scaler(rank, world, way):
-    """Gradients are unscaled, and a step with an infinite one is skipped on every rank."""
-    modules, optimizers = pair(make("AdamW", way))
-    for module, optimizer in zip(modules, optimizers, strict=True):
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        for step in range(4):
-            loss = module(batch(step)).square().mean()
-            scaler.scale(loss * (float("inf") if (step, rank) == (2, 1) else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        assert scaler.get_scale() == 32.0
     assert_same_training(modules, optimizers)
 
 

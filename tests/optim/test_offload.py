@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import warnings
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
@@ -32,14 +29,13 @@ from fsdp2.comm.staging import Staging, host_memory
 from fsdp2.optim.host_state import HOST_STATE
 from tests.optim import test_full_params as whole
 from tests.optim.stepping import (
+    BUCKET,
     OPTIMIZERS,
-    WIDTH,
     Make,
     assert_equal,
     assert_same_training,
     batch,
     build,
-    driven_by_others,
     host_apart,
     local,
     make,
@@ -50,13 +46,10 @@ from tests.support import api
 from tests.support.composition import composes
 from tests.support.counting import Operators
 from tests.support.packages import needs
-from tests.support.parity import mesh_1d, mesh_2d
+from tests.support.parity import mesh_1d
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
-
-BUCKET = 256 / 2**20
-"""A few parameters of the model in a bucket, or one."""
 
 
 def pair(make: Make, mesh: Any = None, *, bucket_mb: float = BUCKET, **options: Any) -> tuple[list[Any], list[Any]]:
@@ -92,23 +85,6 @@ def test_steps_are_those_without(rank, world, name, way):
         moments = [v for entry in optimizers[1].state.values() for v in entry.values() if isinstance(v, DTensor)]
         nbytes = sum(local(moment).nbytes for moment in moments if moment.dim())
         assert nbytes <= on_host(optimizers[1]) <= nbytes + 16 * len(moments)
-
-
-@composes("state on the host", "hybrid sharding", "Adam")
-@composes("state on the host", "over replicas", "Adam")
-@composes("state on the host", "CPU offload", "Adam")
-@on_ranks(4)
-@pytest.mark.parametrize("name", ["SGD with momentum", "AdamW"])
-def test_meshes_and_shards_on_the_host(rank, world, name):
-    """Neither the mesh matters nor the place of shards. State of parameters on the host stays where it is."""
-    over, offloaded = {"shard_over_replicas": True}, {"offload_policy": fsdp2.CPUOffloadPolicy()}
-    for mesh, options, apart in ((mesh_2d(), {}, True), (mesh_2d(), over, True), (mesh_1d(), offloaded, False)):
-        with host_apart(apart):
-            modules, optimizers = pair(make(name, "foreach"), mesh, **options)
-            for module, optimizer in zip(modules, optimizers, strict=True):
-                train(module, optimizer)
-            assert_same_training(modules, optimizers)
-            assert bool(on_host(optimizers[1])) is apart
 
 
 @on_ranks(2)
@@ -211,46 +187,6 @@ def test_a_budget(rank, world):
 
 
 # ---- everybody else ----
-
-
-@composes("state on the host", "LR schedule", "Adam")
-@on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_schedulers_hooks_and_closures(rank, world, when):
-    """They run once a step, in their order, and find DTensors; a closure is called once."""
-    with host_apart(), warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*lr_scheduler.*")
-        modules, optimizers = pair(make("AdamW", "foreach"))
-        seen = []
-        for use, module in enumerate(modules):
-            late = partial(fsdp2.offload_optimizer_state, bucket_mb=BUCKET) if when == "before" and use else None
-            if when == "before":
-                optimizers[use] = fsdp2.use_local_shards(make("AdamW", "foreach")(module.parameters()))
-            seen.append(driven_by_others(module, optimizers[use], late))
-        assert seen[0] == seen[1] and len(seen[0]) == 9
-        assert_same_training(modules, optimizers)
-
-
-@composes("state on the host", "GradScaler", "clipping", "Adam")
-@on_ranks(2, 4)
-@pytest.mark.parametrize("way", ["foreach", "fused"])
-def test_grad_scaler_and_clipping(rank, world, way):
-    """Gradients are unscaled and clipped, and a step with an infinite one is skipped on every rank."""
-    with host_apart():
-        modules, optimizers = pair(make("AdamW", way))
-        for module, optimizer in zip(modules, optimizers, strict=True):
-            scaler = fsdp2.ShardedGradScaler("cpu", init_scale=64.0)
-            for step in range(4):
-                loss = module(batch(step)).square().mean()
-                scaler.scale(loss * (float("inf") if (step, rank) == (2, 1) else 1.0)).backward()
-                if step % 2:
-                    scaler.unscale_(optimizer)
-                    fsdp2.clip_grad_norm_(module.parameters(), 0.1)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-            assert scaler.get_scale() == 32.0, (scaler.get_scale(), optimizer is optimizers[1])
-        assert_same_training(modules, optimizers)
 
 
 @on_ranks(2)
@@ -376,33 +312,6 @@ def test_few_bits_of_torchao(rank, world, name):
                 optimizer.step()
                 optimizer.zero_grad()
         assert_equal(modules[0].state_dict(), modules[1].state_dict())
-        assert on_host(optimizers[1])
-
-
-@composes("state on the host", "tensor parallel", "Adam")
-@on_ranks(4)
-def test_over_tensor_parallelism(rank, world):
-    """Shards of shards."""
-    mesh = mesh_2d("dp", "tp")
-    modules: list[Any] = []
-    with host_apart():
-        for _ in range(2):
-            torch.manual_seed(3)
-            module: Any = nn.Sequential(nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH))
-            parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-            for layer in module:
-                fsdp2.fully_shard(layer, mesh=mesh["dp"])
-            modules.append(module)
-        optimizers = [fsdp2.use_local_shards(make("AdamW", "foreach")(module.parameters())) for module in modules]
-        fsdp2.offload_optimizer_state(optimizers[1], bucket_mb=BUCKET)
-        for step in range(3):
-            for module, optimizer in zip(modules, optimizers, strict=True):
-                module(
-                    torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step + rank // 2))
-                ).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_same_training(modules, optimizers)
         assert on_host(optimizers[1])
 
 

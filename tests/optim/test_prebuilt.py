@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp2
 from tests.optim.stepping import Model, batch, build
 from tests.support import api
-from tests.support.parity import full, mesh_1d, mesh_of, placed_like
+from tests.support.parity import assert_weights, full, mesh_1d, mesh_of, placed_like
 from tests.support.pool import on_ranks
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -60,26 +60,8 @@ def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("unscale", [False, True])
-def test_a_scaler_unscales_the_gradients_of_shards(rank, world, unscale):
-    """The scaler looked at the originals, which have no gradients, before the step let the optimizer have the shards.
-
-    So the first step used gradients that were still multiplied by the scale, and an infinity went unnoticed.
-    """
-    models = [prebuilt(lambda p: torch.optim.SGD(p, lr=0.1)), fresh(lambda p: torch.optim.SGD(p, lr=0.1))]
-    for module, optimizer in models:
-        scaler = fsdp2.ShardedGradScaler("cpu", init_scale=1024.0)
-        scaler.scale(module(batch(0)).square().mean()).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-    assert_same_weights(models[0][0], models[1][0])
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, fsdp2.clip_grad_norm_], ids=["torch", "fsdp2"])
-def test_functions_that_read_the_groups_of_an_optimizer(rank, world, clip):
-    """Gradients are clipped and unscaled before the first step, also by functions that know nothing of fsdp2.
+def test_functions_that_read_the_groups_of_an_optimizer(rank, world):
+    """Gradients are clipped before the first step, also by functions that know nothing of fsdp2.
 
     They found originals without gradients in the groups: the norm was 0.0, and nothing was clipped.
     """
@@ -88,8 +70,8 @@ def test_functions_that_read_the_groups_of_an_optimizer(rank, world, clip):
         backward(module, 0)
         params = optimizer.param_groups[0]["params"]
         assert all(mine is shown for mine, shown in zip(params, module.parameters(), strict=True))
-    norms = [clip(optimizer.param_groups[0]["params"], 0.01) for _, optimizer in models]
-    assert torch.equal(full(norms[0]), full(norms[1])) and full(norms[0]) > 0.01
+    norms = [full(torch.nn.utils.clip_grad_norm_(one.param_groups[0]["params"], 0.01)) for _, one in models]
+    assert torch.equal(*norms) and norms[0] > 0.01
     for _, optimizer in models:
         optimizer.step()
     assert_same_weights(models[0][0], models[1][0])
@@ -254,8 +236,7 @@ def test_a_replaced_parameter_that_is_added_to_its_optimizer(rank, world, when, 
         for group in optimizer.param_groups if named and model is module else ():
             shown = dict(model.named_parameters())
             assert all(shown[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
-    for (name, mine), theirs in zip(module.named_parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(full(mine), theirs.detach(), msg=name)
+    assert_weights(module, one)
 
 
 WAYS: dict[str, Callable[[torch.optim.Optimizer], torch.optim.Optimizer]] = {
@@ -284,8 +265,7 @@ def test_a_replaced_parameter_is_trained_on(rank, world, way):
             model(x, rare=True).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    for (name, mine), theirs in zip(module.named_parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(full(mine), theirs.detach(), msg=name)
+    assert_weights(module, one)
 
 
 class Momentum(torch.optim.Optimizer):

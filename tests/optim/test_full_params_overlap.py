@@ -41,15 +41,19 @@ class Model(nn.Module):
         return self.last(self.experts(self.second(self.first(x).tanh())))
 
 
+def sharded_model() -> Model:
+    """Return the model, each part of it a unit."""
+    model = Model()
+    for unit in (model.first, model.second, model.experts, model):
+        fsdp2.fully_shard(unit, mesh=mesh_1d())
+    return model
+
+
 class Run:
     """A model, its optimizer, and what its steps send."""
 
-    def __init__(
-        self, *, overlap: bool, keep: bool = False, mesh: Any = None, bucket_mb: float = 0.0005, **options: Any
-    ) -> None:
-        self.model = Model()
-        for unit in (self.model.first, self.model.second, self.model.experts, self.model):
-            fsdp2.fully_shard(unit, mesh=mesh or mesh_1d(), **options)
+    def __init__(self, *, overlap: bool, keep: bool = False, model: Any = None, bucket_mb: float = 0.0005) -> None:
+        self.model: Any = model or sharded_model()
         matrices = [param for param in self.model.parameters() if param.ndim == 2]
         self.optimizer = fsdp2.use_full_params(
             torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1),
@@ -57,9 +61,11 @@ class Run:
             overlap_backward=overlap,
             keep_full_params=keep,
         )
-        self.optimizer.add_param_group({"params": [self.model.experts.stack]})
+        if stacks := [param for param in self.model.parameters() if param.ndim == 3]:
+            self.optimizer.add_param_group({"params": stacks})
         self.scaler = fsdp2.ShardedGradScaler("cpu", init_scale=8.0)
         self.sent = {"backward": 0, "step": 0}
+        self.other: Any = nn.Identity()
 
     @contextmanager
     def counted(self, part: str) -> Iterator[None]:
@@ -88,6 +94,22 @@ class Run:
     def grads(self) -> list[Any]:
         """The gradients of the shards."""
         return [param.grad for param in self.model.parameters()]
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module, where: object = "") -> None:
+    """Assert that two models have the same weights, bit for bit."""
+    ours, theirs = (fulls(dict(model.named_parameters())) for model in (one, other))
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), f"{where} {name}"
+
+
+@contextmanager
+def noted_sends() -> Iterator[list[Any]]:
+    """Yield a list that gets what is sent to owners before a step."""
+    sends: list[Any] = []
+    real = EarlyGradients._send
+    with mock.patch.object(EarlyGradients, "_send", lambda *found: sends.append(found) or real(*found)):
+        yield sends
 
 
 def assert_same_state(one: Run, other: Run) -> None:
@@ -158,14 +180,13 @@ def test_whatever_happens_between_backward_and_step(rank, world, between):
     """Weights and state are those of the step without it, bit for bit. The step sends gradients only where they were
     changed in a way that nobody tells: no version counter of a DTensor shows torch's clipping, or a write to locals."""
     plain, early = Run(overlap=False), Run(overlap=True)
-    for step in range(4):
+    for step in range(3):  # the first learns what to send, the third follows one that was disturbed
         for run in (plain, early):
             run.sent = {"backward": 0, "step": 0}
             run.backward(step)
             BETWEEN[between](run)
             run.step()
-        ours, theirs = (fulls(dict(enumerate(run.model.parameters()))) for run in (early, plain))
-        assert all(torch.equal(ours[i], theirs[i]) for i in ours), step
+        assert_same_weights(early.model, plain.model, step)
         assert plain.sent["backward"] == 0 and (early.sent["backward"] > 0) == (step > 0)
         if between in KEPT and step:
             assert early.sent["step"] < plain.sent["step"], step
@@ -179,28 +200,33 @@ def test_whatever_happens_between_backward_and_step(rank, world, between):
 @composes("sent in backward", "Muon", "clipping", "over replicas", "hybrid sharding")
 @composes("sent in backward", "Muon", "clipping", "shard dim")
 @composes("sent in backward", "Muon", "clipping", "CPU offload")
+@composes("kept by owners", "Muon", "clipping", "hybrid sharding")
+@composes("kept by owners", "Muon", "clipping", "over replicas", "hybrid sharding")
+@composes("kept by owners", "Muon", "clipping", "tensor parallel")
+@composes("kept by owners", "Muon", "clipping", "shard dim")
+@composes("kept by owners", "Muon", "clipping", "CPU offload")
 @pytest.mark.parametrize("kind", ["hybrid", "over replicas", "tensor parallel", "columns", "offloaded"])
 def test_meshes(rank, world, kind):
-    """Copies on the replicate axis, pieces of pieces, other cuts, shards on the host: the same steps.
+    """Copies on the replicate axis, pieces of pieces, other cuts, shards on the host: the same steps with each option.
 
     Tensor-parallel ranks have pieces of other sizes, whose gradients may be reduced in another order: nothing is sent
     before the step there.
     """
-    sends: list[Any] = []
-    real = EarlyGradients._send
-    models = [on_mesh(kind) for _ in range(2)]
-    for model, overlap in zip(models, (False, True), strict=True):
-        optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
-        fsdp2.use_full_params(optimizer, overlap_backward=overlap, bucket_mb=0.0005)
-        for step in range(3):
-            with mock.patch.object(EarlyGradients, "_send", lambda *found: sends.append(found) or real(*found)):
-                model(rows(step)).square().sum().backward()
-            fsdp2.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+    plain, *others = [
+        Run(model=on_mesh(kind), overlap=overlap, keep=keep)
+        for overlap, keep in ((False, False), (True, False), (False, True))
+    ]
+    with noted_sends() as sends:
+        for run in (plain, *others):
+            for step in range(3):
+                run.backward(step)
+                fsdp2.clip_grad_norm_(run.model.parameters(), 0.1)
+                run.step()
     assert bool(sends) == (kind != "tensor parallel")
-    plain, early = (fulls(dict(enumerate(model.parameters()))) for model in models)
-    assert all(torch.equal(plain[i], early[i]) for i in plain)
+    early, kept = others
+    assert kept.sent["step"] < plain.sent["step"] and (early.sent["backward"] > 0) == bool(sends)
+    for run in others:
+        assert_same_weights(run.model, plain.model)
 
 
 @on_ranks(4)
@@ -220,10 +246,8 @@ def test_columns_without_elements(rank, world, keep):
             model(rows(step)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        models.append(fulls(dict(model.named_parameters())))
-    plain, early = models
-    for name, expected in plain.items():
-        assert torch.equal(early[name], expected), name
+        models.append(model)
+    assert_same_weights(models[1], models[0])
 
 
 class Branches(nn.Module):
@@ -245,19 +269,16 @@ def test_ranks_whose_gradients_are_finished_in_another_order(rank, world):
     so sent to their owners, in one order on all ranks."""
     order = [(i + rank) % 4 for i in range(4)]
     models = [fsdp2.fully_shard(Branches(order), mesh=mesh_1d()) for _ in range(2)]
-    sends: list[Any] = []
-    real = EarlyGradients._send
-    for model, overlap in zip(models, (False, True), strict=True):
-        optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
-        fsdp2.use_full_params(optimizer, overlap_backward=overlap, bucket_mb=0.0005)
-        for step in range(4):
-            with mock.patch.object(EarlyGradients, "_send", lambda *found: sends.append(found) or real(*found)):
+    with noted_sends() as sends:
+        for model, overlap in zip(models, (False, True), strict=True):
+            optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+            fsdp2.use_full_params(optimizer, overlap_backward=overlap, bucket_mb=0.0005)
+            for step in range(4):
                 model(rows(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
     assert len(sends) > 4  # several in a backward
-    plain, early = (fulls(dict(enumerate(model.parameters()))) for model in models)
-    assert all(torch.equal(plain[i], early[i]) for i in plain)
+    assert_same_weights(models[1], models[0])
 
 
 @on_ranks(2)
@@ -316,18 +337,16 @@ def test_an_optimizer_that_is_dropped(rank, world):
     for step in range(2):
         run.backward(step)
         run.step()
-    sends: list[Any] = []
-    real = EarlyGradients._send
     model, other = run.model, torch.optim.SGD(run.model.parameters(), lr=0.1)
     gc.disable() if rank else None
     try:
         del run
         gc.collect() if rank == 0 else None
-        for step in range(3):
-            with mock.patch.object(EarlyGradients, "_send", lambda *found: sends.append(found) or real(*found)):
+        with noted_sends() as sends:
+            for step in range(3):
                 model(rows(step)).square().sum().backward()
-            other.step()
-            other.zero_grad()
+                other.step()
+                other.zero_grad()
     finally:
         gc.enable()
     counts = [None] * world
@@ -340,32 +359,44 @@ def test_an_optimizer_that_is_dropped(rank, world):
     assert known() is None
 
 
-@on_ranks(2)
-def test_a_frozen_parameter(rank, world):
-    """It takes no hook, and its gradients are sent by the step after it was unfrozen."""
-    plain, early = Run(overlap=False), Run(overlap=True)
-    for step in range(4):
-        for run in (plain, early):
-            run.model.first.weight.requires_grad_(step > 1)
-            run.backward(step)
-            run.step()
-    ours, theirs = (fulls(dict(enumerate(run.model.parameters()))) for run in (early, plain))
-    assert all(torch.equal(ours[i], theirs[i]) for i in ours)
+def frozen_at_first(run: Run, step: int) -> None:
+    """A frozen parameter takes no hook, and its gradients are sent by the step after it was unfrozen."""
+    run.model.first.weight.requires_grad_(step > 1)
+    run.backward(step)
+
+
+def left_out(run: Run, step: int) -> None:
+    """A backward that does not use a matrix leaves it alone, and its owner keeps what it has."""
+    if step == 2:
+        run.model.second(run.model.first(rows(step)).tanh()).square().sum().backward()
+    else:
+        run.backward(step)
+
+
+def added_later(run: Run, step: int) -> None:
+    """A matrix that comes later is sent once."""
+    if step == 0:
+        run.other = shard(nn.Sequential(nn.Linear(6, 6, bias=False)), mesh_1d())
+        nn.init.ones_(run.other[0].weight)
+    if step == 2:
+        run.optimizer.add_param_group({"params": list(run.other.parameters())})
+    run.other.zero_grad()
+    run.other(rows(step)).square().sum().backward()
+    run.backward(step)
 
 
 @on_ranks(2)
-def test_a_parameter_without_a_gradient(rank, world):
-    """A backward that does not use a matrix leaves it alone, and the next step does not take an old gradient of it."""
-    plain, early = Run(overlap=False), Run(overlap=True)
-    for step in range(4):
-        for run in (plain, early):
-            if step == 2:
-                run.model.second(run.model.first(rows(step)).tanh()).square().sum().backward()
-            else:
-                run.backward(step)
+@pytest.mark.parametrize("backward", [frozen_at_first, left_out, added_later])
+def test_matrices_without_a_gradient(rank, world, backward):
+    """In some steps; with both options, with each, and without, the weights are the same."""
+    runs = [Run(overlap=overlap, keep=keep) for overlap in (False, True) for keep in (False, True)]
+    for step in range(5):
+        for run in runs:
+            backward(run, step)
             run.step()
-    ours, theirs = (fulls(dict(enumerate(run.model.parameters()))) for run in (early, plain))
-    assert all(torch.equal(ours[i], theirs[i]) for i in ours)
+    models = [nn.ModuleList([run.model, run.other]) for run in runs]
+    for model in models[1:]:
+        assert_same_weights(model, models[0])
 
 
 @on_ranks(2)
@@ -392,5 +423,4 @@ def test_a_gradient_that_another_hook_drops(rank, world, everywhere):
                 run.optimizer.zero_grad()
             else:
                 run.step()
-    ours, theirs = (fulls(dict(enumerate(run.model.parameters()))) for run in (early, plain))
-    assert all(torch.equal(ours[i], theirs[i]) for i in ours)
+    assert_same_weights(early.model, plain.model)

@@ -137,7 +137,7 @@ TESTS: dict[str, str] = {
     "clip_grad_norm_": OPTIM + "test_clip_grad_norm.py::test_any_mix_of_meshes",
     "clip_grad_norm_(norm_type)": OPTIM + "test_clip_grad_norm.py::test_norms_are_those_of_a_single_process",
     "clip_grad_norm_(error_if_nonfinite)": OPTIM + "test_clip_grad_norm.py::test_what_is_not_finite",
-    "clip_grad_norm_(foreach)": OPTIM + "test_clip_grad_norm.py::test_norms_are_torchs",
+    "clip_grad_norm_(foreach)": OPTIM + "test_clip_grad_norm.py::test_norms_are_those_of_a_single_process",
     "clip_grad_norm_(pp_mesh)": OPTIM + "test_clip_grad_norm.py::test_pipeline_stages",
     "use_full_params": OPTIM + "test_full_params.py::test_steps_are_those_of_one_process",
     "use_full_params(cost)": OPTIM + "test_full_params.py::test_cost_decides_who_owns",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
 
 import fsdp2
-from tests.optim.stepping import ROWS, WIDTH, Model, batch, build
+from tests.optim.stepping import ROWS, WIDTH, batch, build
 from tests.support.composition import composes
 from tests.support.counting import Collectives
 from tests.support.parity import full, mesh_1d, mesh_2d, mesh_of
@@ -38,7 +40,7 @@ def assert_clipped(
     params: list[Any], reference: list[nn.Parameter], norm_type: float, max_norm: float, **options: Any
 ) -> Tensor:
     """Clip and assert that norm and gradients are a single process's, and that all ranks have the same norm."""
-    total = fsdp2.clip_grad_norm_(params, max_norm, norm_type)
+    total = fsdp2.clip_grad_norm_(iter(params), max_norm, norm_type, **options)
     expected = torch.nn.utils.clip_grad_norm_(reference, max_norm, norm_type)
     assert type(total) is Tensor and total.shape == ()
     torch.testing.assert_close(total, expected.to(total.dtype), rtol=2e-6, atol=0)
@@ -57,33 +59,18 @@ def assert_same_everywhere(total: Tensor) -> None:
     assert len(set(everybodys)) == 1
 
 
+@composes("clipping", "CPU offload")
 @on_ranks(1, 2, 4)
+@pytest.mark.parametrize("offload", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)], ids=["here", "offloaded"])
+@pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", [1.0, 2, 3.0, 0.5, INF, "inf"])
-def test_norms_are_those_of_a_single_process(rank, world, norm_type):
-    """Of any order; some gradients are missing, some shards are empty, one is a scalar."""
+def test_norms_are_those_of_a_single_process(rank, world, norm_type, foreach, offload):
+    """Of any order, by any implementation; some gradients are missing, some shards are empty, one is a scalar."""
     for max_norm in (0.01, 1e6):
-        module = build()
+        module = build(offload_policy=offload)
         module(batch(0)).square().mean().backward()
         params = list(module.parameters())
-        assert_clipped(params, whole(params), float(norm_type), max_norm)
-
-
-@on_ranks(1, 2, 4)
-@pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, INF])
-def test_norms_are_torchs(rank, world, foreach, norm_type):
-    """The same as torch's function computes of these DTensors, by any implementation."""
-    if norm_type == INF and world == 4:
-        return  # torch cannot do it with empty shards
-    modules = [build() for _ in range(2)]
-    for module in modules:
-        module(batch(0)).square().mean().backward()
-    mine, theirs = ([*m.one.parameters(), *m.two.parameters()] for m in modules)
-    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.01, norm_type).full_tensor()
-    total = fsdp2.clip_grad_norm_(iter(mine), 0.01, norm_type, foreach=foreach)
-    torch.testing.assert_close(total, expected)
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(full(one.grad), full(other.grad))
+        assert_clipped(params, whole(params), float(norm_type), max_norm, foreach=foreach)
 
 
 @on_ranks(4)
@@ -238,37 +225,37 @@ def test_dtypes(rank, world):
         assert again.item() == pytest.approx(1.0, rel=1e-2)
 
 
+WHOLE = torch.arange(12.0).view(6, 2)
+PLACED: dict[str, tuple[Placement | None, Callable[[], Tensor]]] = {
+    "partial sums of a shard": (
+        Shard(0),
+        lambda: DTensor.from_local(WHOLE * (dist.get_rank() + 1), mesh_1d(), [Partial()]),
+    ),
+    "partial sums of a copy": (
+        Replicate(),
+        lambda: DTensor.from_local(WHOLE * (dist.get_rank() + 1), mesh_1d(), [Partial()]),
+    ),
+    "copies of a shard": (Shard(0), lambda: DTensor.from_local(WHOLE.clone(), mesh_1d(), [Replicate()])),
+    "plain, of a shard": (Shard(0), WHOLE.clone),
+    "a shard, of a plain parameter": (None, lambda: distribute_tensor(WHOLE, mesh_1d(), [Shard(0)])),
+}
+"""Where a parameter lies (None: it is plain), and its gradient."""
+
+
 @on_ranks(2)
+@pytest.mark.parametrize("kind", PLACED)
 @pytest.mark.parametrize("norm_type", [2.0, INF])
-def test_gradients_placed_otherwise(rank, world, norm_type):
-    """The norm of a partial sum is that of the sum, and a whole gradient counts once; each is scaled as it is."""
-    params = [
-        nn.Parameter(distribute_tensor(torch.ones(6, 2), mesh_1d(), [p])) for p in (Shard(0), Replicate(), Shard(0))
-    ]
-    part = torch.arange(12.0).view(6, 2) * (rank + 1)
-    params[0].grad = DTensor.from_local(part.clone(), mesh_1d(), [Partial()])
-    params[1].grad = DTensor.from_local(part.clone(), mesh_1d(), [Partial()])
-    params[2].grad = DTensor.from_local(torch.arange(12.0).view(6, 2), mesh_1d(), [Replicate()])
+def test_gradients_placed_otherwise(rank, world, norm_type, kind):
+    """The norm of a partial sum is that of the sum, and a whole gradient counts once, also a plain one of a shard,
+    which counted once a rank; each is scaled as it is. A usual one beside it counts, too."""
+    params = []
+    for placement, grad in (PLACED[kind], (Shard(0), lambda: distribute_tensor(WHOLE, mesh_1d(), [Shard(0)]))):
+        value = torch.ones(6, 2)
+        params.append(nn.Parameter(value if placement is None else distribute_tensor(value, mesh_1d(), [placement])))
+        params[-1].grad = grad()
+    placed = getattr(params[0].grad, "placements", None)
     assert_clipped(params, whole(params), norm_type, 0.5)
-    assert params[0].grad.placements == (Partial(),) and params[2].grad.placements == (Replicate(),)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("norm_type", [2.0, INF])
-def test_a_plain_gradient_of_a_shard(rank, world, norm_type):
-    """It is that of the whole parameter, on every rank, as torch's own function takes it. It counted once a rank."""
-    params = [nn.Parameter(distribute_tensor(torch.ones(5, 2), mesh_1d(), [Shard(0)])) for _ in range(2)]
-    params[0].grad = torch.arange(10.0).view(5, 2)
-    params[1].grad = distribute_tensor(torch.arange(10.0).view(5, 2), mesh_1d(), [Shard(0)])
-    assert_clipped(params, whole(params), norm_type, 0.5)
-
-
-@on_ranks(2)
-def test_a_sharded_gradient_of_a_plain_parameter(rank, world):
-    """Its norm is that of the whole, on all ranks."""
-    param = nn.Parameter(torch.ones(6, 2))
-    param.grad = distribute_tensor(torch.arange(12.0).view(6, 2), mesh_1d(), [Shard(0)])
-    torch.testing.assert_close(fsdp2.clip_grad_norm_([param], 1e6), torch.arange(12.0).norm())
+    assert getattr(params[0].grad, "placements", None) == placed
 
 
 @on_ranks(4)
@@ -329,17 +316,6 @@ def test_parameters_that_are_shown_unsharded(rank, world):
         one.reshard()
     params = list(module.parameters())
     assert_clipped(params, whole(params), 2.0, 0.01)
-
-
-@composes("clipping", "CPU offload")
-@on_ranks(2)
-def test_cpu_offload(rank, world):
-    """Gradients that live on the CPU are clipped there."""
-    module = build(offload_policy=fsdp2.CPUOffloadPolicy())
-    module(batch(0)).square().mean().backward()
-    params = list(module.parameters())
-    assert_clipped(params, whole(params), 2.0, 0.01)
-    assert isinstance(module, Model)
 
 
 @composes("clipping", "several meshes")
@@ -442,14 +418,13 @@ def test_what_is_no_tensor_is_named(rank, world):
         fsdp2.clip_grad_norm_([original, 1.0], max_norm=1.0)
 
 
-@on_ranks(2)
-def test_a_norm_from_a_file(rank, world):
+def test_a_norm_from_a_file():
     """YAML reads 1e-3 as a text, which torch's clipping takes: "unsupported operand type(s)"."""
-    module = nn.Linear(4, 4)
-    fsdp2.fully_shard(module, mesh=mesh_1d())
-    module(torch.ones(2, 4)).sum().backward()
+    param = nn.Parameter(torch.ones(4))
+    param.grad = torch.ones(4)
     read: Any = "1e-3"
-    assert_clipped(list(module.parameters()), whole(list(module.parameters())), 2.0, read)
+    assert fsdp2.clip_grad_norm_(param, read) == 2.0
+    assert param.grad.norm().item() == pytest.approx(1e-3, rel=1e-4)
 
 
 @on_ranks(1, 2)

@@ -99,30 +99,6 @@ def test_training_goes_on(rank, world, name):
     assert before[0].note == "mine" and seen and all(seen)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("shown", ["unsharded", "subgroup", "kept"])
-def test_full_parameters_in_memory(rank, world, shown):
-    """However parameters are shown at the moment, the next forward computes with what was loaded."""
-    module = sharded("mlp", meta=False)
-    inputs = CASES["mlp"].inputs(0)
-    if shown == "unsharded":
-        for unit in module.modules():
-            if isinstance(unit, fsdp2.FSDPModule):
-                unit.unshard()
-    elif shown == "kept":
-        module.set_reshard_after_forward(False)
-        module.eval()(*inputs)
-    else:
-        module(*inputs)
-    values = values_of(plain("mlp"))
-    fsdp2.broadcast_from_rank0(module, values if rank == 0 else None)
-    reference = plain("mlp")
-    reference.load_state_dict(values)
-    torch.testing.assert_close(module(*inputs), reference(*inputs))
-    module.reshard()
-    assert_holds(module, values)
-
-
 # ---- ties ----
 
 

@@ -8,6 +8,7 @@ counters of the parameters, and not alike on all ranks.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import fsdp2
 from tests.support import api
-from tests.support.parity import assert_gradients, beside_one_process, mesh_2d, stack
+from tests.support.parity import SEED, assert_gradients, beside_one_process, mesh_2d, stack
 from tests.support.pool import LIMIT_SECONDS, POOL, on_ranks
 
 pytestmark = api.fsdp2_only
@@ -53,6 +54,40 @@ def hold_pieces(module: Any) -> None:
 
 
 HOLDS = {hold.__name__: hold for hold in (hold_by_hand, hold_after_backward, hold_after_forward, hold_pieces)}
+
+# ---- what loads whole values ----
+
+
+def from_files(module: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    if torch.distributed.get_rank() == 0:
+        save_file(values, folder / "model.safetensors")
+    torch.distributed.barrier()
+    fsdp2.load_safetensors(module, folder)
+
+
+def from_rank0(module: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    fsdp2.broadcast_from_rank0(module, values if torch.distributed.get_rank() == 0 else None)
+
+
+def from_rank0_by_torch(module: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(module, values if torch.distributed.get_rank() == 0 else {}, options=options)
+
+
+def into_summoned(module: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    with fsdp2.summon_full_params(module, writeback=True), torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(values[name])
+
+
+def whole_by_load_state_dict(module: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    module.load_state_dict(values)
+
+
+LOADS = {
+    load.__name__: load
+    for load in (from_files, from_rank0, from_rank0_by_torch, into_summoned, whole_by_load_state_dict)
+}
 
 # ---- what writes ----
 
@@ -116,7 +151,17 @@ def by_set_model_state_dict(module: Any, shards: list[Any], folder: Path) -> Non
     set_model_state_dict(module, {name: value * 2 for name, value in get_model_state_dict(module).items()})
 
 
-WRITES = {
+def twice(load: Callable[[Any, dict[str, torch.Tensor], Path], None]) -> Callable[[Any, list[Any], Path], None]:
+    """Return what loads whole values, twice those that a new model has."""
+
+    def write(module: Any, shards: list[Any], folder: Path) -> None:
+        torch.manual_seed(SEED)
+        load(module, {name: value * 2 for name, value in stack().state_dict().items()}, folder)
+
+    return write
+
+
+WRITES: dict[str, Callable[[Any, list[Any], Path], None]] = {
     write.__name__: write
     for write in (
         by_checkpoint,
@@ -132,7 +177,7 @@ WRITES = {
         by_load_state_dict,
         by_set_model_state_dict,
     )
-}
+} | {name: twice(load) for name, load in LOADS.items()}
 
 
 UNSEEN_WRITES = ("by_detached_local", "by_foreach", "by_foreach_state_dict", "by_data")
@@ -143,8 +188,7 @@ def cases() -> list[Any]:
     """Return each way to hold with each way to write."""
     found = []
     for hold, write in itertools.product(HOLDS, WRITES):
-        marks = [pytest.mark.slow] if hold == "hold_after_forward" else []
-        found.append(pytest.param(4 if hold == "hold_pieces" else 2, hold, write, marks=marks, id=f"{hold}, {write}"))
+        found.append(pytest.param(4 if hold == "hold_pieces" else 2, hold, write, id=f"{hold}, {write}"))
     return found
 
 
@@ -262,41 +306,6 @@ def test_a_rank_without_elements(rank, world, tmp_path, hold, write):
     for parameter in alone.parameters():
         parameter.data.mul_(2)
     assert_computes_alike(module, alone)
-
-
-# ---- whole values that ranks load ----
-
-
-def from_files(module: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
-    if torch.distributed.get_rank() == 0:
-        save_file(values, folder / "model.safetensors")
-    torch.distributed.barrier()
-    fsdp2.load_safetensors(module, folder)
-
-
-def from_rank0(module: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
-    fsdp2.broadcast_from_rank0(module, values if torch.distributed.get_rank() == 0 else None)
-
-
-def from_rank0_by_torch(module: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(module, values if torch.distributed.get_rank() == 0 else {}, options=options)
-
-
-def into_summoned(module: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
-    with fsdp2.summon_full_params(module, writeback=True), torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(values[name])
-
-
-def whole_by_load_state_dict(module: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
-    module.load_state_dict(values)
-
-
-LOADS = {
-    load.__name__: load
-    for load in (from_files, from_rank0, from_rank0_by_torch, into_summoned, whole_by_load_state_dict)
-}
 
 
 def load_and_compare(module: Any, alone: Any, load: str, folder: Path) -> None:

@@ -19,23 +19,6 @@ pytestmark = api.fsdp2_only
 EVERYWHERE = [kind for kind in KINDS if kind != "full_on_rank0"]
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("when", ["unsharded", "trained", "evaluated"])
-def test_loading_is_seen_by_the_next_forward(rank, world, when):
-    """Also where full parameters are shown or were kept."""
-    module = shard(build(), reshard_after_forward=False)
-    if when == "unsharded":
-        module.unshard()
-    elif when == "trained":
-        train(module, torch.optim.SGD(module.parameters(), lr=0.1), range(2))
-    else:
-        with torch.no_grad():
-            module(rows())
-    other = build(seed=9)
-    module.load_state_dict(other.state_dict())
-    assert torch.equal(module(rows()), other(rows()))
-
-
 @on_ranks(2, 4)
 @pytest.mark.parametrize("missing", ["last.weight", "tied.weight", ""])
 def test_meta_device(rank, world, missing):

@@ -10,9 +10,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fsdp2
 from tests.fsdp1.state_dict.kinds import KINDS, assert_equal, build, rows, save, shard, train, trained, using, whole
 from tests.support import api
-from tests.support.cases import CASES, Setup, build_sharded
-from tests.support.cases import shard as shard_case
-from tests.support.parity import full, mesh_1d, mesh_2d, mesh_of, stack
+from tests.support.cases import CASES, build_sharded
+from tests.support.parity import full, mesh_1d, mesh_2d, mesh_of
 from tests.support.pool import on_ranks
 
 pytestmark = api.fsdp2_only
@@ -140,15 +139,16 @@ def test_shards_that_lie_otherwise(rank, world):
 
 
 @on_ranks(2)
-def test_parts_of_a_unit(rank, world):
-    """A plain module inside a unit loads whole tensors, too."""
-    module = fsdp2.fully_shard(stack(), mesh=mesh_1d())
-    torch.manual_seed(1)
-    other = nn.Linear(8, 8)
-    module[1].load_state_dict(other.state_dict())
-    assert_equal(
-        module[1].state_dict() | {n: v.full_tensor() for n, v in module[1].state_dict().items()}, other.state_dict()
-    )
+@pytest.mark.parametrize("case", ["mlp_root_only", "mlp_grouped"])
+def test_parts_of_a_unit(rank, world, case):
+    """A plain module inside a unit, and one of several modules of a unit, load and save whole tensors, too."""
+    module, other = build_sharded(case, world), CASES[case].build()[2]
+    before = whole(module[0])
+    nn.init.ones_(other.weight)
+    module[2].load_state_dict(other.state_dict())
+    with using(module, "full"):
+        assert_equal(module[2].state_dict(), other.state_dict())
+    assert_equal(whole(module[0]), before)
 
 
 @on_ranks(2)
@@ -175,17 +175,6 @@ def test_more_than_one_parameter_swap(rank, world):
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert_equal(whole(module), other.state_dict())
     assert torch.equal(module(rows()), other(rows()))
-
-
-@on_ranks(2)
-def test_cases_of_grouped_modules(rank, world):
-    """Several modules of one call are one unit with one tree of names each."""
-    module, other = build_sharded("mlp_grouped", world), CASES["mlp_grouped"].build()
-    module.load_state_dict(other.state_dict())
-    assert_equal(save(module, "full"), other.state_dict())
-    parts = shard_case(CASES["mlp_grouped"].build(), CASES["mlp_grouped"], fsdp2, mesh_1d(), Setup())
-    parts[4].load_state_dict(other[4].state_dict())
-    assert_equal(save(parts[4], "full"), other[4].state_dict())
 
 
 class Adapted(nn.Module):

@@ -1,9 +1,8 @@
-"""What saving, loading and showing need on top of the model, in bytes, on real processes."""
+"""What saving and loading need on top of the model, in bytes, on real processes."""
 
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -125,24 +124,3 @@ def test_optimizer_state(rank, world):
         held += tensors_in(state)
         used = least(held, lambda: fsdp2.optim_state_dict_to_load(module, optimizer, state))
         assert used <= total // world + 2 * UNIT + SLACK
-
-
-@on_ranks(2)
-def test_showing_and_exporting(rank, world):
-    """The whole where it is shown and two parameters beside it, and two buckets of what is exported."""
-    module = sharded()
-    total = sum(p.numel() * 4 for p in module.parameters())
-
-    def show(**options: Any) -> None:
-        with fsdp2.summon_full_params(module, **options):
-            pass
-
-    assert total <= least(module.parameters(), show) <= total + 2 * WEIGHT + SLACK
-    shown = 0 if rank else total
-    assert (
-        shown
-        <= least(module.parameters(), lambda: show(rank0_only=True, writeback=False))
-        <= shown + 2 * WEIGHT + SLACK
-    )
-    exported = lambda: deque(fsdp2.iter_full_params(module, bucket_mb=WEIGHT / 2**20), maxlen=0)
-    assert WEIGHT <= least(module.parameters(), exported) <= 2 * WEIGHT + SLACK

@@ -296,7 +296,7 @@ def test_state_in_another_order_on_one_rank(rank, world, what):
 
 @on_ranks(2)
 def test_what_is_refused(rank, world):
-    """Foreign parameters, shapes and pieces, by name."""
+    """Foreign parameters and pieces, by name."""
     module, optimizer = trained()
     stranger = torch.optim.SGD([*module.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
     with pytest.raises(
@@ -305,10 +305,6 @@ def test_what_is_refused(rank, world):
         fsdp2.optim_state_dict(module, stranger)
     with pytest.raises(TypeError, match="expected a module and its optimizer"):
         fsdp2.optim_state_dict(module, module)
-    state = saved(module, optimizer, "full")
-    state["state"]["first.2.weight"]["exp_avg"] = torch.ones(7, 5)
-    with pytest.raises(ValueError, match=r"first.2.weight: exp_avg has shape \(7, 5\), expected \(6, 5\)"):
-        load(module, optimizer, state)
     local = saved(module, optimizer, "local")
     local["state"]["first.2.weight"]["exp_avg"]["offset"] = (3 - 3 * rank, 0)
     with pytest.raises(ValueError, match=r"first.2.weight: exp_avg is the piece of .*merge_local_state_dicts"):
@@ -560,7 +556,7 @@ def test_numbers_that_fit_no_parameters(rank, world):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("shape", [(30,), (5, 6, 1), (1, 5), (6, 1)])
+@pytest.mark.parametrize("shape", [(30,), (5, 6, 1), (1, 5), (6, 1), (7, 5)])
 def test_moments_of_another_shape(rank, world, shape):
     """Refused by name: they stayed whole and plain, and the step failed, or worked with other elements."""
     module, optimizer = trained()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 
 import pytest
@@ -26,6 +27,7 @@ NAMES_A_REMEDY = re.compile(
 )
 
 
+@functools.cache
 def remedies() -> dict[str, str]:
     """Return the texts of all errors that say what to do, each with its place: what is raised, and what a constant has
     that is called a remedy."""

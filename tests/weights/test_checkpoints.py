@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import fsdp2
 from tests.support import api
 from tests.support.composition import composes
 from tests.support.parity import WIDTH, fulls, mesh_1d, mesh_2d, mesh_of
@@ -98,7 +99,8 @@ class Trainer:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+        # DTensor's operators on meshes of two dimensions would take most of the time.
+        self.optimizer = fsdp2.use_local_shards(torch.optim.AdamW(module.parameters(), lr=0.05))
 
     def train(self, first: int, last: int) -> None:
         """Run steps ``first`` to ``last`` - 1."""

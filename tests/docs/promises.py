@@ -31,7 +31,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             DOCS + "test_results_are_torchs_bit_for_bit",
         ),
         "every rank raises an error that names the [unit]": (
-            PARTING + "test_a_unit_skipped_by_one_of_four_is_named",
+            PARTING + "test_every_rank_raises_and_names_what_each_does",
             "tests/ranks/test_differing.py::test_other_shape",
         ),
     },
@@ -107,7 +107,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "applied once, everywhere": (STEP + "test_reduction.py::test_divide_factor",),
         "always take effect": (STEP + "test_reduction.py::test_reduce_scatter_max_input_buffers",),
         "otherwise all ranks raise an error that names it": (
-            PARTING + "test_a_unit_skipped_by_one_of_four_is_named",
+            "tests/ranks/test_store.py::test_one_that_differs_is_named_on_all",
             "tests/ranks/test_differing.py::test_skipped_without_the_option",
         ),
         "hooks on sharded parameters": (

@@ -132,43 +132,28 @@ def test_everything_else_after_an_evaluation_with_other_weights(rank, world, rea
 @on_ranks(1, 2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_a_target_between_forward_and_backward(rank, world, reshard):
-    """A target network by ``functional_call`` under ``no_grad``, between a forward and its backward. It was refused
-    with "use functional_call under torch.no_grad() only", which it was. Where the modules show full parameters for that
-    backward it is refused, and what the error says to do helps: that failed likewise."""
+    """A target network by ``functional_call`` under ``no_grad``, between a forward and its backward, perhaps behind one
+    before that forward. It was refused with "use functional_call under torch.no_grad() only", which it was. Where the
+    modules show full parameters for that backward it is refused, and what the error says to do helps: that failed
+    likewise."""
     module, alone = pair(reshard_after_forward=reshard)
-    others = [doubled(model) for model in (module, alone)]
-    for _ in range(2):
+    for before in (False, True):
         losses = []
-        for model, weights in zip((module, alone), others):
+        for model in (module, alone):
             model.zero_grad()
+            weights = doubled(model)
+            targets = [evaluate_others(model)] if before else []
             output = model(INPUTS)
             if model is module and reshard is False:
                 with torch.no_grad(), pytest.raises(RuntimeError, match=r"^0.weight: its module shows other.*reshard"):
                     functional_call(model, weights, (INPUTS,))
                 model.reshard(recurse=True)
-            with torch.no_grad():
-                target = functional_call(model, weights, (INPUTS,))
-            losses.append((output - target).square().mean())
+            targets.append(evaluate_others(model))
+            losses.append(sum((output - target).square().mean() for target in targets))
         torch.testing.assert_close(*losses)
         for loss in losses:
             loss.backward()
         assert_gradients(module, alone)
-
-
-@on_ranks(1, 2)
-def test_a_target_before_a_forward_and_another_between(rank, world):
-    """The target of a step first, then the step, then another target before its backward."""
-    module, alone = pair()
-    losses = []
-    for model in (module, alone):
-        targets = [evaluate_others(model)]
-        output = model(INPUTS)
-        targets.append(evaluate_others(model))
-        losses.append(sum((output - target).square().mean() for target in targets))
-    torch.testing.assert_close(*losses)
-    for loss in losses:
-        loss.backward()
-    assert_gradients(module, alone)
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import random
 
 import pytest
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdp2
 from tests.grouping.models import BLOCKS, Block, Net, names_of_units
 from tests.support import api
-from tests.support.counting import Collectives
+from tests.support.counting import gathers
 from tests.support.fake import fake_mesh
 from tests.support.inside import options_of
 from tests.support.parity import assert_parity, mesh_1d, shard_each, stack
@@ -64,16 +63,14 @@ POLICIES = {
 }
 
 
-@on_ranks(1, 2)
 @pytest.mark.parametrize("form", POLICIES)
-def test_forms(rank, world, form):
-    """Units are the blocks and the root; training is that of units made by hand."""
-    prepare = lambda module, fsdp: fsdp.fully_shard(module, policy=POLICIES[form], mesh=mesh_1d())
-    run = assert_parity(prepare, build=Net, against=("alone",))
-    assert names_of_units(run.module) == ["", *BLOCKS]
-    with Collectives() as seen:
-        run.module(torch.ones(2, 8))
-    assert seen.gathers == (4 if world > 1 else 0)
+def test_forms(form):
+    """Units are the blocks and the root, however the policy says so, and each is gathered; that such units train right
+    is shown below, and in ``test_auto.py``."""
+    with fake_mesh(2) as mesh:
+        module = fsdp2.fully_shard(Net(), policy=POLICIES[form], mesh=mesh)
+        assert names_of_units(module) == ["", *BLOCKS]
+        assert gathers(lambda: module(torch.ones(2, 8))) == 4
 
 
 def test_plans_need_no_processes():
@@ -95,24 +92,14 @@ def test_plans_need_no_processes():
     assert ignored == [("stem", 72), ("head", 64), ("", 16)]
 
 
-@on_ranks(2)
-def test_what_is_chosen_is_logged(rank, world):
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])
+def test_what_is_chosen_is_logged(caplog, level):
     """The logger "fsdp2" says it at INFO."""
-    logger, messages = logging.getLogger("fsdp2"), []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger.addHandler(handler)
-    before = logger.level
-    try:
-        for level in (logging.WARNING, logging.INFO):
-            logger.setLevel(level)
-            module = Net()
-            expected = str(fsdp2.plan_units(module, "auto"))
-            fsdp2.fully_shard(module, policy="auto")
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
-    assert messages == [expected]
+    module = Net()
+    expected = str(fsdp2.plan_units(module, "auto"))
+    with fake_mesh(2) as mesh, caplog.at_level(level, "fsdp2"):
+        fsdp2.fully_shard(module, policy="auto", mesh=mesh)
+    assert caplog.messages == ([expected] if level == "INFO" else [])
 
 
 class Deep(nn.Module):
@@ -176,15 +163,15 @@ def test_what_is_sharded_already_is_left(rank, world):
     assert names_of_units(module) == ["", *BLOCKS]
 
 
-@on_ranks(2)
-def test_several_modules_with_a_policy(rank, world):
+def test_several_modules_with_a_policy():
     """A grouped call makes its units below each of its modules."""
     module = nn.Sequential(Net(), Net(), nn.Linear(8, 8))
-    fsdp2.fully_shard([module[0], module[1]], policy={Block})
-    fsdp2.fully_shard(module)
-    assert len(names_of_units(module)) == 1 + 2 + 6
-    module(torch.ones(2, 8)).sum().backward()
-    assert all(parameter.grad is not None for parameter in module.parameters())
+    with fake_mesh(2) as mesh:
+        fsdp2.fully_shard([module[0], module[1]], policy={Block}, mesh=mesh)
+        fsdp2.fully_shard(module, mesh=mesh)
+        assert len(names_of_units(module)) == 1 + 2 + 6
+        module(torch.ones(2, 8)).sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 def test_a_module_that_refers_to_the_one_around_it():
@@ -233,8 +220,7 @@ def test_sizes_are_asked_as_torch_does(seed):
 # ---- arguments of single units ----
 
 
-@on_ranks(2)
-def test_arguments_of_single_units(rank, world):
+def test_arguments_of_single_units():
     """A dict overrides the call's arguments by our names; what is ignored or replicated adds up."""
     low = MixedPrecisionPolicy(torch.bfloat16)
     module = Net()
@@ -251,13 +237,15 @@ def test_arguments_of_single_units(rank, world):
         },
     }
     both = {module.blocks[0].norm.weight, module.norm.weight}
-    fsdp2.fully_shard(module, policy=lambda part: own.get(part, False), ignored_params=both, reshard_after_forward=True)
+    options = {"ignored_params": both, "reshard_after_forward": True}
+    with fake_mesh(2) as mesh:
+        fsdp2.fully_shard(module, policy=lambda part: own.get(part, False), mesh=mesh, **options)
     plain = {name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
     assert plain == {"norm.weight", "blocks.0.norm.weight", "blocks.0.norm.bias"}
-    options = [options_of(block) for block in module.blocks]
-    assert [option.reshard_after_forward for option in options] == [False, None, True]
-    assert options[0].mp_policy == low and options[1].mp_policy == MixedPrecisionPolicy()
-    assert isinstance(options[1].offload_policy, CPUOffloadPolicy)
+    found = [options_of(block) for block in module.blocks]
+    assert [option.reshard_after_forward for option in found] == [False, None, True]
+    assert found[0].mp_policy == low and found[1].mp_policy == MixedPrecisionPolicy()
+    assert isinstance(found[1].offload_policy, CPUOffloadPolicy)
     assert [str(module.blocks[i].up.weight.placements[0]) for i in range(3)] == ["S(0)", "R", "S(1)"]
     assert str(module.blocks[2].up.bias.placements[0]) == "R"
 

@@ -171,8 +171,15 @@ def test_a_teacher_that_the_forward_updates(world, kind, write, graph):
     POOL.run(world, train_and_compare, {"kind": kind, "write": write, "graph": graph}, LIMIT_SECONDS)
 
 
-@pytest.mark.parametrize("kind", ["two ranks", "prefetch lists", "kept", "over replicas"])
-@pytest.mark.parametrize("write", ["by_data", "by_foreach", "by_local"])
+RESHARDED = [
+    # In a usual run each kind, and each way of writing.
+    pytest.param(kind, write, marks=[] if write == "by_data" or kind == "two ranks" else pytest.mark.slow)
+    for kind in ("two ranks", "prefetch lists", "kept", "over replicas")
+    for write in ("by_data", "by_foreach", "by_local")
+]
+
+
+@pytest.mark.parametrize(("kind", "write"), RESHARDED)
 def test_a_teacher_with_gradients_is_resharded_behind_the_write(kind, write):
     """What docs/differences.md says: the unit's ``reshard()`` after a write that nothing shows makes it right."""
     kwargs = {"kind": kind, "write": write, "graph": True, "reshards": True}

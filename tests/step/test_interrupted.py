@@ -385,7 +385,8 @@ def test_micro_batches_that_are_given_up(rank, world, error):
 @pytest.mark.parametrize("options", ["by default", "kept"])
 @pytest.mark.parametrize("resets", [True, False])
 def test_what_is_written_after_an_interrupt(rank, world, trains, options, resets):
-    """Modules show full parameters then. A write to them was lost without a word when the next forward freed them."""
+    """Modules show full parameters then. A write to them was lost without a word when the next forward freed them. What
+    the interrupt left is not taken for a call that is still under way: that forward is a new one, which gathers."""
     module, alone = beside_one_process(Net, lambda module: [*module.layers], **OPTIONS[options]())
 
     def interrupt(*unused: object) -> None:

@@ -190,9 +190,8 @@ def test_a_gather_for_the_next_of_several_backwards(rank, world):
     torch.testing.assert_close(module(inputs)[0], nn.functional.linear(trunk, weight, bias))
 
 
-def _units(world: int) -> nn.Sequential:
-    module = sharded(lambda: nn.Sequential(*[mlp(4, 4) for _ in range(5)]))
-    return module
+def _units() -> nn.Sequential:
+    return sharded(lambda: nn.Sequential(*[mlp(4, 4) for _ in range(5)]))
 
 
 def _iteration(module: nn.Module) -> list[tuple[str, str]]:
@@ -215,7 +214,7 @@ def test_prefetch_set_between_iterations(rank, world, direction):
             setter = getattr(unit, f"set_modules_to_{direction}_prefetch")
             setter([last, after])
 
-    early, late = _units(world), _units(world)
+    early, late = _units(), _units()
     prefetch_others(early)
     _iteration(early)
     _iteration(late)
@@ -231,7 +230,7 @@ def test_prefetch_set_between_iterations(rank, world, direction):
 def test_the_event_of_a_stream_of_the_cpu(rank, world):
     """Scripts that run on any device record the event after the optimizer's step with the current stream of theirs. A
     stream of a CPU records None, which ``set_post_optim_event`` refused."""
-    module = _units(world)
+    module = _units()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     optimizer.register_step_post_hook(
         lambda *_: module.set_post_optim_event(torch.get_device_module("cpu").current_stream().record_event())
@@ -308,7 +307,7 @@ def test_what_a_hook_gathers_in_backward_is_freed(rank, world, async_op):
 def test_a_list_names_units_of_another_root(rank, world):
     """A layer of one model names the first layer of the next. The gather was shown to the first model's observer, which
     raised ``KeyError: FSDPParamGroup``. The same list is followed once both run under one root."""
-    first, last = parts = nn.Sequential(_units(world), _units(world))
+    first, last = parts = nn.Sequential(_units(), _units())
     first[-1].set_modules_to_forward_prefetch([last[0]])
     last[0].set_modules_to_backward_prefetch([first[-1]])
     for _ in range(2):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
-from tests.support import api
-from tests.support.parity import on_one_axis, trains_like_one_process
+from tests.support.parity import trains_like_one_process
 from tests.support.pool import on_ranks
 
 
@@ -65,22 +63,3 @@ def test_a_part_that_calls_the_whole(rank, world, reshard):
     """Trainers redirect a model's forward to a training step, which calls the model. The inner forward of the root
     took itself for a new iteration and, at its end, freed the units that the outer one was in."""
     trains_like_one_process(Calling, reshard_after_forward=reshard)
-
-
-@on_ranks(2)
-def test_an_interrupted_forward_is_no_outer_one(rank, world):
-    """What a KeyboardInterrupt left must not be taken for a call that is still under way: the next forward is a new
-    one, which gathers."""
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    def interrupt(*unused: object) -> None:
-        raise KeyboardInterrupt
-
-    on_one_axis(module, api.ours)
-    expected = module(torch.ones(2, 8)).detach()
-    for _ in range(2):
-        handle = module[0].register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            module(torch.ones(2, 8))
-        handle.remove()
-        torch.testing.assert_close(module(torch.ones(2, 8)).detach(), expected)

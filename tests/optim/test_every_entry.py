@@ -234,8 +234,9 @@ def state_dict(kind: str, way: str, pair: Pair, alone: Pair) -> Pair:
 
 
 def load_state_dict(kind: str, way: str, pair: Pair, alone: Pair) -> Pair:
-    """What one process has saved is whole."""
+    """What one process has saved is whole, and replaces what an optimizer has that has stepped."""
     other = build(kind, way, seed=9)
+    train(other, *(() if way == "just stepped before" else (8,)))
     if kind == "local":  # torch's own load_state_dict does not load a whole tensor into a DTensor of the user
         with torch.no_grad():
             other.model.extra.copy_(distribute_tensor(alone.model.extra.detach(), mesh_1d(), [Shard(0)]))

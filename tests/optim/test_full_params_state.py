@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import fsdp2
 from tests.optim.test_full_params import (
     OPTIMIZERS,
     assert_equal,
     assert_same_state,
-    pair,
     rows,
     shard,
     stack,
@@ -112,30 +111,6 @@ def test_numbers_beside_a_parameter_that_is_a_number(rank, world, kind):
     assert DTensor in map(type, ours.values())
     numbers = [key for key, value in theirs.items() if not isinstance(value, DTensor)]
     assert len(numbers) > 1 and all(torch.equal(ours[key], theirs[key]) for key in numbers)
-
-
-@on_ranks(1, 2, 3)
-@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
-@pytest.mark.parametrize("fresh", [True, False])
-def test_flattened_state_dicts(rank, world, name, fresh):
-    """torch asks the optimizer for the names of each parameter's state, of those that other ranks own too."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    module, optimizer, reference, plain = pair(name)
-    train(module, optimizer, reference, plain, range(2))
-    saved = get_optimizer_state_dict(module, optimizer, options=options)
-    again = optimizer
-    if fresh:
-        again = fsdp2.use_full_params(OPTIMIZERS[name](module.parameters()))
-    else:
-        module(rows(9)).sum().backward()
-        again.step()  # what is loaded replaces this
-        with torch.no_grad():
-            for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-                mine.copy_(distribute_tensor(theirs, mine.device_mesh, mine.placements))
-    set_optimizer_state_dict(module, again, saved, options=options)
-    assert_same_state(again.state_dict(), plain.state_dict())
-    again.zero_grad()
-    train(module, again, reference, plain, range(2, 4))
 
 
 @on_ranks(1, 2)

@@ -1,8 +1,8 @@
 """The arguments and results of a forward: trees of containers, which are walked once, by one rule.
 
-* Lists, tuples, dicts, deques, their subclasses (named tuples), dataclasses, and the nodes that are registered with
-  torch's pytree are *looked into*, 64 levels deep. If a tensor inside is replaced, the containers around it are copied,
-  as the same type; everything else stays the same object.
+* Lists, tuples, dicts, deques, their subclasses (named tuples) with the attributes that these have, dataclasses, and
+  the nodes that are registered with torch's pytree are *looked into*, 64 levels deep. If a tensor inside is replaced,
+  the containers around it are copied, as the same type; everything else stays the same object.
 * Sets, closures and the attributes of other objects are *searched*, eight levels deep. In arguments, tensors in them
   are hidden: they are found, but not replaced. The module may write to such an object (a cache), so it gets the object
   itself. A module does not write to its results any more, so there, tensors in sets and objects are replaced, in
@@ -283,14 +283,19 @@ class _Dict(_Kind):
         if type(value) is dict:
             return dict(parts)
         new = copy.copy(value)
+        if _is_its_attributes(value):
+            new.__dict__ = new
         for key, item in changed.items():
             new[key] = item
         return new
 
     @staticmethod
     def write(value: Any, parts: Parts) -> None:
+        kind = type(value)
+        if dataclasses.is_dataclass(kind):  # outputs of Hugging Face refuse to lose items
+            kind = OrderedDict if issubclass(kind, OrderedDict) else dict
         for key in [key for key in value if key not in parts]:
-            del value[key]
+            kind.__delitem__(value, key)
         for key, item in parts.items():
             if key not in value or value[key] is not item:
                 value[key] = item
@@ -316,7 +321,7 @@ class _Attributes(_Kind):
     def write(value: Any, parts: Parts) -> None:
         now = _Attributes.parts(value)
         for name in now.keys() - parts.keys():
-            delattr(value, name)
+            object.__delattr__(value, name)
         for name, part in parts.items():
             if name not in now or now[name] is not part:
                 object.__setattr__(value, name, part)
@@ -329,39 +334,53 @@ class _Object(_Kind):
     parts, copy, write = _Attributes.parts, _Attributes.copy, _Attributes.write
 
 
-class _DictRecord(_Kind):
-    """Dicts that are dataclasses, such as outputs of Hugging Face models: items, and fields that are not items."""
+class _Record(_Kind):
+    """Containers whose class lets them have attributes: items, and attributes, such as those of a model's output."""
 
     writable = True
+    items: type[_Kind]
 
-    @staticmethod
-    def parts(value: Any) -> Parts:
-        items = {("item", key): item for key, item in value.items()}
-        known = set(map(id, items.values()))
-        fields = {("field", f.name): getattr(value, f.name, None) for f in dataclasses.fields(value)}
-        return items | {key: part for key, part in fields.items() if id(part) not in known}
+    @classmethod
+    def parts(cls, value: Any) -> Parts:
+        parts = {("item", key): item for key, item in cls.items.parts(value).items()}
+        if not _is_its_attributes(value):
+            parts |= {("attribute", name): part for name, part in _Attributes.parts(value).items()}
+        return parts
 
-    @staticmethod
-    def copy(value: Any, parts: Parts, changed: Parts) -> Any:
-        new = copy.copy(value)
-        _DictRecord._set(new, changed)
+    @classmethod
+    def copy(cls, value: Any, parts: Parts, changed: Parts) -> Any:
+        new = cls.items.copy(value, _of(parts, "item"), _of(changed, "item"))
+        for name, part in _of(changed, "attribute").items():
+            object.__setattr__(new, name, part)
         return new
 
-    @staticmethod
-    def write(value: Any, parts: Parts) -> None:
-        kind = OrderedDict if isinstance(value, OrderedDict) else dict  # outputs of Hugging Face refuse to lose items
-        for key in [key for key in value if ("item", key) not in parts]:
-            kind.__delitem__(value, key)
-        now = _DictRecord.parts(value)
-        _DictRecord._set(value, {key: part for key, part in parts.items() if key not in now or now[key] is not part})
+    @classmethod
+    def write(cls, value: Any, parts: Parts) -> None:
+        if cls.items.writable:
+            cls.items.write(value, _of(parts, "item"))
+        if not _is_its_attributes(value):
+            _Attributes.write(value, _of(parts, "attribute"))
 
-    @staticmethod
-    def _set(value: Any, changed: Parts) -> None:
-        for (sort, key), part in changed.items():
-            if sort == "item":
-                value[key] = part
-            else:
-                object.__setattr__(value, key, part)
+
+def _of(parts: Parts, sort: str) -> Parts:
+    return {key: part for (kind, key), part in parts.items() if kind == sort}
+
+
+def _is_its_attributes(value: Any) -> bool:
+    """Return whether a dict is its own ``__dict__``, as many that give their items as attributes are."""
+    return getattr(value, "__dict__", None) is value
+
+
+class _TupleRecord(_Record):
+    items = _Tuple
+
+
+class _SequenceRecord(_Record):
+    items = _Sequence
+
+
+class _DictRecord(_Record):
+    items = _Dict
 
 
 class _Registered(_Kind):
@@ -419,11 +438,11 @@ def _kind_of(value: Any) -> type[_Kind] | None:
     if isinstance(value, PackedSequence):
         return _Packed
     if isinstance(value, tuple):
-        return _Tuple
+        return _TupleRecord if _may_have_attributes(value) else _Tuple
     if isinstance(value, (list, deque)):
-        return _Sequence
+        return _SequenceRecord if _may_have_attributes(value) else _Sequence
     if isinstance(value, dict):
-        return _DictRecord if dataclasses.is_dataclass(value) else _Dict
+        return _DictRecord if _may_have_attributes(value) else _Dict
     if dataclasses.is_dataclass(value):
         return _Attributes
     if cls in pytree.SUPPORTED_NODES:
@@ -434,6 +453,10 @@ def _kind_of(value: Any) -> type[_Kind] | None:
         return _Closure
     lazy = callable(value) or any([hasattr(cls, name) for name in ("__next__", "__anext__", "__await__")])
     return None if lazy else _Object
+
+
+def _may_have_attributes(value: Any) -> bool:
+    return hasattr(value, "__dict__") or any([cls.__dict__.get("__slots__") for cls in type(value).__mro__])
 
 
 def _take_apart_once(value: Any) -> tuple[list[Any], Any]:

@@ -274,6 +274,14 @@ class Row(tuple):
     """A tuple with attributes."""
 
 
+class AttributeDict(dict):
+    """A dict whose items are its attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
 class Spread(tuple):
     """A tuple that is made of its items."""
 
@@ -300,6 +308,40 @@ def test_a_subclass_of_a_container_keeps_its_class_items_and_attributes(tree: An
     new = map_tensors(lambda t: t * 2, tree)
     assert_alike(new, tree)
     assert new.note == "kept" and len(new) == len(tree)
+
+
+@pytest.mark.parametrize(
+    "tree", [Items([1]), Named(a=1), Row([1]), Spread(1), Twice(1)], ids=lambda tree: type(tree).__name__
+)
+def test_tensors_in_attributes_of_a_subclass_of_a_container_are_found_and_replaced(tree: Any) -> None:
+    """Fused losses put what they have computed on a model's output, a dict, as an attribute."""
+    tree.value, tree.more = torch.ones(1), [torch.ones(1)]
+    assert len(find_tensors(tree)) == 2
+    new = map_tensors(lambda t: t * 2, tree)
+    assert type(new) is type(tree) and len(new) == len(tree)
+    assert (new.value.item(), new.more[0].item(), tree.value.item(), tree.more[0].item()) == (2.0, 2.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("tree", [Items([1]), Named(a=1), Row([1])], ids=lambda tree: type(tree).__name__)
+def test_what_a_module_writes_to_attributes_of_a_container_is_written_to_the_original(tree: Any) -> None:
+    tree.value, tree.dropped = torch.ones(1), 1
+    found, given = copied(tree)
+    before, given.value, given.added = given.value, 3, "text"
+    del given.dropped
+    found.carry_back()
+    assert before.item() == 2.0 and vars(tree) == {"value": 3, "added": "text"} and len(tree) == 1
+
+
+def test_a_dict_that_gives_its_items_as_attributes_still_does_so_when_it_is_copied() -> None:
+    """``self.__dict__ = self``: the copy gave items that were cast, and attributes that were not."""
+    tree = AttributeDict(x=torch.ones(1), y=[torch.ones(1)])
+    assert len(find_tensors(tree)) == 2
+    found, given = copied(tree)
+    assert type(given) is AttributeDict and given.x is given["x"] and given.y[0].item() == given.x.item() == 2.0
+    given.x, given["z"] = 4, 5
+    del given["y"]
+    found.carry_back()
+    assert tree == {"x": 4, "z": 5} and tree.z == 5 and not hasattr(tree, "y")
 
 
 def test_a_dict_that_is_a_dataclass_changes_as_both() -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -23,7 +24,7 @@ __all__ = ["SideOutputs"]
 
 _NOT_OWN = frozenset(nn.Module().__dict__)
 _PLAIN = PLAIN | {BuiltinFunctionType, MethodType}
-_CONTAINERS = frozenset({list, tuple, dict, set, frozenset, deque})
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 Attribute = tuple[dict[str, Any], str]
 """A module's ``__dict__``, and a name in it."""
@@ -133,12 +134,15 @@ def _may_hold(value: Any, levels: int) -> bool:
     test.
     """
     kind = type(value)
+    items: Iterable[Any]
     if kind is FunctionType:
         return value.__closure__ is not None
-    if kind in _CONTAINERS:
-        items = value.values() if kind is dict else value
-    elif levels < LEFT_LEVELS or isinstance(value, nn.Module):  # objects inside others may lead anywhere
-        return isinstance(value, torch.Tensor)
+    if isinstance(value, _CONTAINERS):  # named tuples, ordered dicts and outputs of models too, and their attributes
+        items = (*(value.values() if isinstance(value, dict) else value), *getattr(value, "__dict__", {}).values())
+        if getattr(kind, "__slots__", ()):
+            return True
+    elif isinstance(value, nn.Module) or (levels < LEFT_LEVELS and not is_dataclass(kind)):
+        return isinstance(value, torch.Tensor)  # objects inside others may lead anywhere
     elif getattr(kind, "__slots__", ()):
         return True
     else:

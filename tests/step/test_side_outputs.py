@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,7 +29,23 @@ from tests.support.parity import (
 from tests.support.pool import on_ranks
 from tests.support.shapes import Result, Slots, tensors
 
-NESTED = ("list of pairs", "dict of lists", "set", "object", "slots", "function")
+NESTED = (
+    *("list of pairs", "dict of lists", "set", "object", "slots", "function", "named tuple", "ordered dict"),
+    *("default dict", "list of dataclasses", "attribute of a dict"),
+)
+
+
+class NamedLoss(NamedTuple):
+    """What a router adds to the loss, with its name."""
+
+    name: str
+    value: Tensor
+
+
+class Output(dict):
+    """A dict that may have attributes, as the outputs of many models."""
+
+    balance: Tensor
 
 
 class Routed(nn.Module):
@@ -56,11 +72,22 @@ class Routed(nn.Module):
             "list of pairs": lambda: [("balance", one), ("z", 0.0)],
             "dict of lists": lambda: {"balance": [one]},
             "set": lambda: {one},
+            "named tuple": lambda: NamedLoss("balance", one),
+            "ordered dict": lambda: OrderedDict(balance=one),
+            "default dict": lambda: defaultdict(list, balance=[one]),
+            "list of dataclasses": lambda: [Result(one, "balance")],
+            "attribute of a dict": lambda: set_balance(Output(), one),
             "object": lambda: SimpleNamespace(about="the router", losses=[one]),
             "slots": lambda: Slots(one),
             "function": lambda: lambda: one,
         }
         return makers.get(self.kind, lambda: one)()
+
+
+def set_balance(losses: Output, value: Tensor) -> Output:
+    """Return the dict itself, with an attribute."""
+    losses.balance = value
+    return losses
 
 
 def and_what_was_kept(module: nn.Module, inputs: Tensor) -> Tensor:
@@ -69,9 +96,9 @@ def and_what_was_kept(module: nn.Module, inputs: Tensor) -> Tensor:
     for routed in module.modules():
         if isinstance(routed, Routed):
             kept, routed.kept = routed.kept, None
-            total = total + sum(
-                tensors([kept() if callable(kept) else vars(kept) if isinstance(kept, SimpleNamespace) else kept])
-            )
+            if isinstance(kept, (SimpleNamespace, Output)):
+                kept = vars(kept)
+            total = total + sum(tensors([kept() if callable(kept) else kept]))
     return total
 
 

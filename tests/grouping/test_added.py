@@ -34,6 +34,7 @@ from tests.support.parity import (
     mesh_of,
     shard_each,
     stack,
+    step_alike,
 )
 from tests.support.pool import on_ranks
 
@@ -707,10 +708,8 @@ def test_a_unit_is_inserted_after_a_backward_that_raised(rank, world):
     with pytest.raises(RuntimeError, match="reset_iter_state"):
         module(torch.ones(2, 4))
     module.reset_iter_state()
-    for one in (module, alone):
-        one.zero_grad()
-        one(torch.ones(2, 4)).square().sum().backward()
-    assert_gradients(module, alone)
+    alone.zero_grad()
+    step_alike(module, alone, lambda one: one(torch.ones(2, 4)).square().sum())
 
 
 @on_ranks(1, 2)
@@ -743,10 +742,7 @@ def test_a_removed_unit_runs_by_itself_and_comes_back(rank, world, reshard):
         for model, part in zip(both, taken):
             change(model, part)
         for models in (taken, both, taken) if number == 1 else (both, both):
-            for one in models:
-                one.zero_grad()
-                one(torch.ones(2, 4)).square().mean().backward()
-            assert_gradients(*models)
+            step_alike(*models, lambda one: one(torch.ones(2, 4)).square().mean())
     with pytest.raises(RuntimeError, match="must be called on the root"):
         taken[0].reset_iter_state()
 
@@ -766,11 +762,7 @@ def test_parameters_of_a_removed_module_are_not_gathered(rank, world, reshard):
         return heads
 
     def train() -> None:
-        for model in both:
-            model(inputs).square().sum().backward()
-        assert_gradients(*both)
-        for model in both:
-            model.zero_grad()
+        step_alike(*both, lambda model: model(inputs).square().mean())
 
     train()
     replace(nn.Linear(4, 4))
@@ -815,10 +807,7 @@ def test_a_layer_that_was_replaced_shows_its_parameters_no_more(rank, world, res
                 else:
                     del old.weight
                 old.bias = None
-        for model in both:
-            model.zero_grad()
-            model(torch.ones(2, 4)).square().mean().backward()
-        assert_gradients(*both)
+        step_alike(*both, lambda model: model(torch.ones(2, 4)).square().mean())
 
 
 class Shifted(nn.Module):
@@ -839,13 +828,12 @@ class Shifted(nn.Module):
 def test_an_added_parameter_around_a_unit(rank, world, trained):
     """Backward needs it for the gradients of the unit below when its own gradient is finished: it was freed by then."""
     module, alone = beside_one_process(Shifted)
-    for one in (module, alone) if trained else ():
-        one(torch.ones(2, 3)).square().sum().backward()
+    loss = lambda one: one(torch.ones(2, 3)).square().mean()
+    if trained:
+        step_alike(module, alone, loss)
     for one in (module, alone):
-        one.zero_grad()
         one.register_parameter("shift", nn.Parameter(torch.full((5,), 3.0)))
-        one(torch.ones(2, 3)).square().sum().backward()
-    assert_gradients(module, alone)
+    step_alike(module, alone, loss)
 
 
 @on_ranks(2)

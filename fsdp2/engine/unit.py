@@ -247,8 +247,8 @@ class FSDPState(ComposableState):
         # Asked only when the process has counted registrations that this unit has not seen.
         self.made_by = made_by
         self._registrations = hooks.registrations
-        # While summon_full_params shows parameters of the unit: the reason why forward cannot compute with them, "" if
-        # it can. It is not on the groups, because it depends on all of them, and a unit without parameters has none.
+        # While summon_full_params shows parameters of the unit: why forward cannot compute with them, with a remedy, or
+        # "" if it can. It is not on the groups: it depends on all of them, and a unit without parameters has none.
         self.why_no_forward: str | None = None
         _live.add(self)
 
@@ -564,11 +564,12 @@ class FSDPState(ComposableState):
             group.residency.refuse_interrupted("forward")
         reason = self.why_no_forward
         if torch.is_grad_enabled():
-            reason = "a backward could follow, whose gradients would not be reduced; run it under torch.no_grad()"
-        if reason:
-            raise RuntimeError(
-                f"{self.name or 'the root'}: forward inside summon_full_params; {reason}, or leave the context first"
+            reason = (
+                "a backward could follow, whose gradients would not be reduced; run it under torch.no_grad(), or leave "
+                "the context first"
             )
+        if reason:
+            raise RuntimeError(f"{self.name or 'the root'}: forward inside summon_full_params; {reason}")
 
     def _refuse_export(self) -> None:
         """Raise RuntimeError inside a function of torch that writes down what a forward does, for other programs."""

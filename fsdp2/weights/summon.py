@@ -219,12 +219,14 @@ class _Summoned:
             shown.__dict__.pop("_fsdp2_managed", None)
 
     def _why_no_forward(self, unit: FSDPState) -> str:
-        """Return the reason why ``unit`` cannot compute with the shown parameters, or "" if it can."""
+        """Return why ``unit`` cannot compute with the shown parameters, and what to do, or "" if it can."""
         params = [param for group in unit.groups for param in group.params]
         if self.rank0_only:
-            return "rank0_only shows full parameters on one rank"
+            return "rank0_only shows full parameters on one rank; leave it out, or leave the context first"
         if any(param not in self.selection.managed for param in params):
-            return "only some of its parameters are shown in full; summon the whole unit"
+            return "only some of its parameters are shown in full; summon the whole unit, or leave the context first"
         if any(param.spec.full is not None for param in params):
-            return "its tensor-parallel parameters are shown as plain tensors"
-        return "its parameters are shown on the CPU" if self.offload and unit.device.type != "cpu" else ""
+            return "its tensor-parallel parameters are shown as plain tensors; leave the context first"
+        if self.offload and unit.device.type != "cpu":
+            return "its parameters are shown on the CPU; leave offload_to_cpu out, or leave the context first"
+        return ""

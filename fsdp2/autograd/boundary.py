@@ -31,7 +31,8 @@ class Boundary:
 
         The unit computes on ``device``.
         """
-        self.first_node = 0  # a forward with gradients makes autograd nodes of this sequence number or a higher one
+        # A forward with gradients makes autograd nodes of this sequence number or a higher one; the first is number 0.
+        self.first_node = -1
         self._outlasting = outlasting
         self._device = device
         self._side_outputs = side_outputs

@@ -316,7 +316,7 @@ class FSDPState(ComposableState):
 
     def _watch_inputs(self, boundary: Boundary, given: Tree, entering: list[FSDPParamGroup]) -> None:
         """Put hooks on what a call was ``given``, for the moment when backward is done with ``entering``."""
-        if not boundary.first_node:  # else the first member of a grouped call has set it
+        if boundary.first_node < 0:  # else the first member of a grouped call has set it
             boundary.first_node = autograd_sequence_number()
         if entering:
             need_none = boundary.watch_inputs(given, partial(self._inputs_done, entering), self.pre_backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import cast
 
@@ -130,13 +131,19 @@ def test_a_forward_with_as_many_nodes_as_weights_computes_beside_its_chunks(
 
 
 def test_the_nodes_of_all_members_of_a_grouped_call_count(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those of the last member counted, so that a norm and a head counted as a compiled block."""
+    """Only those of the last member counted, so that a norm and a head counted as a compiled block.
+
+    Also in a thread that has made no node before, where the first one has the number 0.
+    """
     counted: list[int] = []
     monkeypatch.setattr(gradients.GroupGradients, "expect_from", lambda group, nodes: counted.append(nodes))
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
     fully_shard([model[0], model[2]], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    grouped, whole = (model(torch.ones(2, 4)), counted)[1]
+    thread = threading.Thread(target=model, args=(torch.ones(2, 4),))
+    thread.start()
+    thread.join()
+    grouped, whole = counted
     assert grouped == whole
 
 

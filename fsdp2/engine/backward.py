@@ -66,8 +66,6 @@ class BackwardPass(Pass):
 
     def post_backward(self, group: FSDPParamGroup) -> None:
         """Reduce the gradients of ``group``, which backward is done with, and free it unless more backwards need it."""
-        if self.over:
-            group.gradients.note_end()  # no computation follows beside which its gradients could be copied
         # If ranks may skip the group, all drop the gather after each backward, because some have freed it already.
         ahead = self._more_follow and group.residency.is_gathering and not group.store.options.reduce_unused
         group.post_backward(self.launch, stays=self.creates_graph or ahead)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -22,7 +23,7 @@ from fsdp2.engine.phase import Phase, PhaseTracker
 from fsdp2.engine.unreduced import Unreduced
 from fsdp2.sharding.mesh import Axis
 
-__all__ = ["GroupGradients"]
+__all__ = ["GroupGradients", "ReducingPass"]
 
 _NEVER = (-1, -1)  # no generation and no revision of full parameters
 # A unit of this size or more computes for milliseconds on any device, so that the host runs ahead.
@@ -31,13 +32,22 @@ _LATE_BYTES = 64 << 20
 _SMALL_PART = 16
 
 
+class ReducingPass(Protocol):
+    """A pass that may reduce gradients, as far as these have to know one (``passes.Pass``)."""
+
+    over: bool  # autograd's backward has ended
+
+    def launch(self, collective: Collective, start: Callable[[], None], *, optional: bool = False) -> bool:
+        """Show ``collective`` to the observer and call ``start``, or leave an ``optional`` one for later."""
+
+
 @dataclass
 class _Backward:
     """One backward through the group, from its entry until ``reduce_rest``."""
 
     task: int  # autograd's number of this backward
     plan: GradientPlan
-    launch: Launch
+    run: ReducingPass
     end: Callable[[], None]
     final: bool  # no unit is known to follow
     # Parameters whose gradients are still to come: those of each streamed chunk; those before ``end`` is called (None
@@ -47,7 +57,6 @@ class _Backward:
     gather_waits: set[int]
     offered: int = 0  # streamed chunks that were launched, or left for later with their gradients on the parameters
     arrived: set[int] = field(default_factory=set)  # parameters with new gradients, where earlier ones have accumulated
-    ended: bool = False  # autograd's backward is over
 
     def params_offered(self) -> set[int]:
         """Return the parameters in these chunks."""
@@ -137,8 +146,8 @@ class GroupGradients:
         """
         self._at_once = nodes < len(self._current_plan().reduced)
 
-    def begin_backward(self, launch: Launch, end: Callable[[], None], *, count: bool, final: bool) -> None:
-        """Enter the group's backward; with ``count``, call ``end`` when the last gradient is finished.
+    def begin_backward(self, run: ReducingPass, end: Callable[[], None], *, count: bool, final: bool) -> None:
+        """Enter the group's backward in ``run``; with ``count``, call ``end`` when the last gradient is finished.
 
         ``final``: no other group is known to follow.
         """
@@ -153,7 +162,7 @@ class GroupGradients:
         self._backward = _Backward(
             graph_task_id(),
             plan,
-            launch,
+            run,
             end,
             final,
             chunks_wait=[set(chunk) for chunk in plan.chunks.streamed],
@@ -196,7 +205,7 @@ class GroupGradients:
         if self is None:
             return
         backward = self._backward
-        if backward is None or backward.ended:  # one that ended may still wait for ``finalize_backward``
+        if backward is None or backward.run.over:  # one that is over may still wait for ``finalize_backward``
             self._notice_backward()
             return
         self.comm.lanes.compute.catch_up()
@@ -218,7 +227,7 @@ class GroupGradients:
                 backward.offered += 1
                 indices, first = plan.chunks.streamed[backward.offered - 1], backward.offered == 1
                 # If it is left for later, the gradients stay on the parameters, and reduce_rest sends them.
-                self._launch(plan, indices, backward.launch, "early", first=first)
+                self._launch(plan, indices, backward.run.launch, "early", first=first)
         # Not in a backward inside this one (reentrant checkpointing), which may still add to the gradient.
         if backward.end_waits is not None and graph_task_id() == backward.task:
             backward.end_waits.discard(i)
@@ -226,18 +235,13 @@ class GroupGradients:
                 backward.end_waits = None
                 backward.end()
 
-    def note_end(self) -> None:
-        """Note that the whole backward has ended, so no unit follows beside which gradients could be copied."""
-        if self._backward is not None:
-            self._backward.final = self._backward.ended = True
-
     def _awaited(self, backward: _Backward | None) -> set[int]:
         """Return the parameters that may have gradients of earlier backwards, but expect those of this one.
 
         They are sent when these have come, as on ranks that have no earlier ones: backward comes to a unit that is
         called twice before it has finished any of its gradients.
         """
-        if backward is None or backward.ended or not self.unreduced.accumulated:
+        if backward is None or backward.run.over or not self.unreduced.accumulated:
             return set()
         return (self._expected() or set()) - backward.arrived
 
@@ -245,7 +249,8 @@ class GroupGradients:
         """Reduce every gradient that was not reduced yet, and end the backward through the group."""
         backward, self._backward = self._backward, None
         offered = set() if backward is None else backward.params_offered()
-        finished: Finished = "early" if backward is None or backward.final else "last"
+        # Unless a unit follows, nothing computes beside which these gradients could be copied.
+        finished: Finished = "early" if backward is None or backward.final or backward.run.over else "last"
         params, unused = self._store.params, self._store.options.reduce_unused
         for param in params if unused else ():
             if param.requires_grad and param.reduce_dtype is None:

@@ -475,7 +475,6 @@ class RootContext(Generic[U]):
             if manual:
                 for group in groups:
                     group.phases.enter("defer_backward")
-                    group.gradients.note_end()
                     group.gradients.unreduced.await_finalization()
             else:
                 self.await_backward(groups)

@@ -684,7 +684,7 @@ class FSDPState(ComposableState):
             comm.drop_postponed(group)
             following = pending.calls.visit(group)  # recorded also with a prefetch list, as in forward
             end, final = partial(run.post_backward, group), following is None
-            group.gradients.begin_backward(run.launch, end, count=pending.ends_by_gradients(group), final=final)
+            group.gradients.begin_backward(run, end, count=pending.ends_by_gradients(group), final=final)
             if not self.backward_prefetch and following is not None and following not in self.groups:
                 # Not if the gradients are finished later: after units below, or after an earlier call of this one.
                 ends_here = not self._has_units_below and not pending.calls.has_unvisited(group)

@@ -68,8 +68,10 @@ class Boundary:
 
     def enter(self, given: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> hooks.Arguments:
         """Return ``args`` and ``kwargs``, the values of ``given``, with the tensors that it has now."""
-        for tensor in given.found:
-            self._given.append((tensor, tensor.grad_fn))
+        # Only for a call that ``end`` is asked about. One that is recomputed need not end, because its checkpoint stops
+        # when it has what it needs. Its inputs would then keep all that was computed until the whole backward ends.
+        if self.first_node >= 0:
+            self._given += [(tensor, tensor.grad_fn) for tensor in given.found]
         if given.writable:
             self._writable += given.writable
             self._known.update((id(tensor), tensor) for tensor in (*given.found, *given.hidden))

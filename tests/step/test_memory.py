@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2.sharding.platform import simulated, using
 from fsdp2.tools.check.strict import LiveBytes
@@ -170,6 +171,29 @@ def test_never_more_than_torch(policy, reshard, transfer):
     stays = (0.5 if policy.param_dtype else 1.0) if reshard else 0.0  # the layer that backward needs first
     assert ours.between <= theirs.between + stays + SLACK
     assert ours.backward <= theirs.backward + SLACK
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["inside", "inside and around"])
+def test_what_a_checkpoint_recomputes_is_freed_behind_it(around):
+    """Its units did not end their calls, since it stops when it has what it needs, and these kept their inputs."""
+
+    def peak(implementation: ModuleType, layers: int) -> int:
+        with fake_mesh(WORLD) as mesh:
+            blocks = [nn.Sequential(Layer(8), Layer(8)) for _ in range(layers)]
+            for block in blocks:
+                for unit in (*block, *([block] if around else [])):
+                    implementation.fully_shard(unit, mesh=mesh)
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            module = implementation.fully_shard(nn.Sequential(*blocks), mesh=mesh)
+            for _ in range(2):
+                with LiveBytes(module.parameters()) as live:
+                    module(torch.randn(1000, 8)).sum().backward()
+        return live.peak
+
+    activation = 4 * 8 * 1000
+    few, many = (peak(api.ours, layers) for layers in (2, 6))
+    assert many - few < 1.5 * activation * 4  # its input is all that stays of a block
+    assert many < peak(api.theirs, 6) + activation
 
 
 @api.fsdp2_only

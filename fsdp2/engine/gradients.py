@@ -94,9 +94,9 @@ class GroupGradients:
         self._backward: _Backward | None = None
         self._watched = _NEVER  # generation and revision of the full parameters whose gradients are hooked
         self._hooked: dict[int, torch.Tensor] = {}  # the full parameters that have our hook, by index
-        # Whether full parameters expect gradients that are reduced at once (True) or that accumulate; None: not yet
-        # set.
-        self._expects_reduced: bool | None = None
+        # What full parameters expect: gradients that are reduced at once (True), or that accumulate, and then which of
+        # them have some; None: not yet set.
+        self._expects: bool | list[bool] | None = None
         self._at_once = False  # backward finishes all gradients together
         self._completes = False  # ``complete`` runs: reduce over both axes, whatever the options say
 
@@ -113,7 +113,7 @@ class GroupGradients:
         """Return the plan; make a new one if parameters, dtypes or options changed."""
         if self._plan is None or self._plan.revision != self._store.revision:
             self._plan = GradientPlan(self._store, self.axis, self.comm, self.unreduced.sums)
-            self._expects_reduced = None  # rounding may differ, and new full parameters have no dtype for gradients yet
+            self._expects = None  # rounding may differ, and new full parameters have no dtype for gradients yet
         return self._plan
 
     def _hook(self, i: int) -> None:
@@ -153,12 +153,10 @@ class GroupGradients:
         """
         self.watch_all()
         plan = self._current_plan()
-        reduced = self._store.options.reduce_gradients and not self.unreduced.accumulated
-        if reduced is not self._expects_reduced:
-            self._expects_reduced = reduced
-            for param in self._store.params:
-                if param.requires_grad:
-                    param.expect_gradients(reduced=reduced, rounded=plan.is_rounded)
+        if self._store.options.reduce_gradients and not self.unreduced.accumulated:
+            self._expect(True, rounded=plan.is_rounded)
+        else:
+            self._expect(have_gradients(self._store.params))
         self._backward = _Backward(
             graph_task_id(),
             plan,
@@ -300,12 +298,20 @@ class GroupGradients:
 
     def leave_unreduced(self) -> None:
         """Leave the gradients unreduced for a later backward."""
-        self._backward, self._expects_reduced = None, False
+        self._backward = None
         self.unreduced.accumulated.update(param for param in self._store.params if param.requires_grad)
         self.unreduced.register()
+        self._expects = None  # look again also if the same ones have some: these may be new, in another dtype
+        self._expect(have_gradients(self._store.params))
+
+    def _expect(self, expects: bool | list[bool], *, rounded: bool = False) -> None:
+        """Let autograd make gradients that are reduced at once (True), or that accumulate, of those which have some."""
+        if expects == self._expects:
+            return
+        self._expects = expects
         for param in self._store.params:
             if param.requires_grad:
-                param.expect_gradients(reduced=False, rounded=False)
+                param.expect_gradients(reduced=expects is True, rounded=rounded)
 
     def zero(self, params: Collection[FSDPParam], *, set_to_none: bool) -> None:
         """Drop the gradients of ``params``, unreduced ones too; without ``set_to_none``, zero those of shards."""
@@ -316,7 +322,7 @@ class GroupGradients:
     def reset(self) -> None:
         """Drop all gradients, reduced ones too: they may be those of the iteration that failed."""
         self.unreduced.forget(self._store.params)
-        self._backward = self._expects_reduced = None
+        self._backward = self._expects = None
         for param in self._store.params:
             param.drop_gradient()
 

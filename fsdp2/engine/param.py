@@ -582,11 +582,10 @@ class FSDPParam:
         if reduced and self.widens:
             dtype = self.compute_dtype if rounded and not self.grad_dtype else None
         grad = full.grad
-        if grad is not None and dtype is not None and grad.dtype != dtype:
-            if reduced:
-                dtype = None  # autograd adds to it in place
-            else:
+        if grad is not None and dtype is not None:
+            if grad.dtype != dtype and not reduced:
                 full.grad, grad = None, grad.detach().to(dtype)
+            dtype = None  # autograd adds to it in place; otherwise it would first make a copy in that dtype
         if full.grad_dtype != dtype:
             full.grad_dtype = dtype
         if grad is not full.grad:

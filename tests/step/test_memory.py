@@ -197,6 +197,23 @@ def test_what_a_checkpoint_recomputes_is_freed_behind_it(around):
 
 
 @api.fsdp2_only
+def test_gradients_accumulate_in_place():
+    """In the dtype of the sum; autograd first made a copy of each new one in that dtype."""
+
+    def peak(implementation: ModuleType) -> float:
+        with fake_mesh(WORLD) as mesh:
+            module = build(implementation, mesh, True, HALF, 4 * WIDTH, matrices=1)
+            layer = sum(parameter.numel() * 4 for parameter in module[0].parameters())
+            module.set_requires_gradient_sync(False)
+            for _ in range(3):
+                with LiveBytes(module.parameters()) as live:
+                    module(torch.randn(1, 4 * WIDTH)).sum().backward()
+        return live.peak / layer
+
+    assert peak(api.ours) <= peak(api.theirs) + SLACK
+
+
+@api.fsdp2_only
 def test_on_gloo_gradients_of_one_unit_are_in_flight():
     """No more chunks than one unit makes: here two, of a large matrix each."""
     with using(simulated("gloo")):

@@ -260,6 +260,8 @@ class GroupGradients:
         there = have_gradients(params)
         if not unused and True not in there and not self.unreduced.sums:
             self.unreduced.accumulated.clear()  # no backward has left any, or somebody has dropped them
+            # A frozen unit, which takes the place of one whose gradients would need room: no more stays for the next.
+            self.comm.reductions.memory.drop()
             return
         awaited = set() if unused else self._awaited(backward)
         plan, first, left = self._current_plan(), not offered, bool(awaited)

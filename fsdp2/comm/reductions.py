@@ -56,14 +56,21 @@ class Reductions:
         """Start ``operation`` of ``owner`` on gradients of so many bytes, and keep it in flight."""
         added = _InFlight(operation, nbytes, owner)
         if not self.lanes.on_streams:
-            while self._is_full(nbytes):
-                self._advance_oldest()
+            self.make_room(nbytes)
         else:
             self.memory.drop_encoded()
             self.memory.drop_sums()
         if _resume(added):
             self._window.append(added)
             self._window_bytes += nbytes
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait until there is room for an operation on gradients of so many bytes; on streams compute waits."""
+        if self.lanes.on_streams:
+            self.memory.make_room(nbytes)
+        else:
+            while self._is_full(nbytes):
+                self._advance_oldest()
 
     def _is_full(self, nbytes: int) -> bool:
         too_many = len(self._window) >= self.limit

@@ -26,7 +26,7 @@ Every wait between lanes, and what it protects:
 | pack, reduce    | compute, then pack: rows are there      | order  | _EncodedExchange.start        |
 | reduce          | pack, compute, inputs are there         | order  | _OverShards.start             |
 | compute         | pack, reduce, before inputs go          | memory | Retained.make_room            |
-| compute         | reduce: the gather ahead, a frozen unit | memory | Retained.drop                 |
+| compute         | reduce, before the gather ahead         | memory | Retained.drop                 |
 | compute         | pack, before packed gradients go        | memory | Retained.drop_packed          |
 | pack            | reduce, before encoded rows go          | memory | Retained.drop_encoded         |
 | replicate       | reduce, the shard is summed             | order  | _AllReduceOverReplicas.reduce |

@@ -260,8 +260,8 @@ class GroupGradients:
         there = have_gradients(params)
         if not unused and True not in there and not self.unreduced.sums:
             self.unreduced.accumulated.clear()  # no backward has left any, or somebody has dropped them
-            # A frozen unit, which takes the place of one whose gradients would need room: no more stays for the next.
-            self.comm.reductions.memory.drop()
+            # As if its gradients were sent: what is in flight would otherwise stay in memory beside the next unit.
+            self.comm.reductions.make_room(self._store.full_bytes)
             return
         awaited = set() if unused else self._awaited(backward)
         plan, first, left = self._current_plan(), not offered, bool(awaited)

@@ -197,6 +197,24 @@ def test_what_a_checkpoint_recomputes_is_freed_behind_it(around):
 
 
 @api.fsdp2_only
+def test_gradients_in_flight_make_room_behind_a_frozen_unit():
+    """As behind any other; they stayed in memory until a later unit had gradients, beside all of its own."""
+
+    def peak(implementation: ModuleType) -> float:
+        with fake_mesh(WORLD) as mesh:
+            module = build(implementation, mesh, True, FULL, WIDTH)
+            for frozen in module[1::2]:
+                frozen.requires_grad_(False)
+            for _ in range(2):
+                with LiveBytes(module.parameters()) as live:
+                    module(torch.randn(1, WIDTH)).sum().backward()
+                module.zero_grad()
+        return live.peak / sum(parameter.numel() * 4 for parameter in module[0].parameters())
+
+    assert peak(api.ours) <= peak(api.theirs) + SLACK + 1 / WORLD  # one shard
+
+
+@api.fsdp2_only
 def test_gradients_accumulate_in_place():
     """In the dtype of the sum; autograd first made a copy of each new one in that dtype."""
 

@@ -564,12 +564,11 @@ class FSDPState(ComposableState):
             group.residency.refuse_interrupted("forward")
         reason = self.why_no_forward
         if torch.is_grad_enabled():
-            reason = (
-                "a backward could follow, whose gradients would not be reduced; run it under torch.no_grad(), or leave "
-                "the context first"
-            )
+            reason = "a backward could follow, whose gradients would not be reduced; run it under torch.no_grad()"
         if reason:
-            raise RuntimeError(f"{self.name or 'the root'}: forward inside summon_full_params; {reason}")
+            raise RuntimeError(
+                f"{self.name or 'the root'}: forward inside summon_full_params; {reason}, or leave the context first"
+            )
 
     def _refuse_export(self) -> None:
         """Raise RuntimeError inside a function of torch that writes down what a forward does, for other programs."""

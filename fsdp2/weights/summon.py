@@ -222,11 +222,11 @@ class _Summoned:
         """Return why ``unit`` cannot compute with the shown parameters, and what to do, or "" if it can."""
         params = [param for group in unit.groups for param in group.params]
         if self.rank0_only:
-            return "rank0_only shows full parameters on one rank; leave it out, or leave the context first"
+            return "rank0_only shows full parameters on one rank; leave it out"
         if any(param not in self.selection.managed for param in params):
-            return "only some of its parameters are shown in full; summon the whole unit, or leave the context first"
+            return "only some of its parameters are shown in full; summon the whole unit"
         if any(param.spec.full is not None for param in params):
-            return "its tensor-parallel parameters are shown as plain tensors; leave the context first"
+            return "its tensor-parallel parameters are shown as plain tensors; compute with these without its forward"
         if self.offload and unit.device.type != "cpu":
-            return "its parameters are shown on the CPU; leave offload_to_cpu out, or leave the context first"
+            return "its parameters are shown on the CPU; leave offload_to_cpu out"
         return ""

@@ -232,8 +232,13 @@ def barrier_that_breaks(rank: int, world: int) -> None:
     """One rank comes to a barrier, and the other one does not: it dies when that one knows where it is."""
     trained()
     store = default_store().clone()
+
+    def logged() -> None:
+        standstill._LOOK_SECONDS = 60.0  # not again before the process ends, which may take as long on a busy machine
+        store.set("logged", "")
+
     if rank == 0:
-        logging.getLogger("fsdp2").addHandler(Awaits("rank 1: at ", lambda: store.set("logged", "")))
+        logging.getLogger("fsdp2").addHandler(Awaits("rank 1: at ", logged))
         dist.barrier()
     store.wait(["logged"])
     os._exit(0)

@@ -231,7 +231,7 @@ def warn_of_shared_memory(modules: Iterable[nn.Module]) -> None:
             param.memory = None  # a call on a module above would warn of it again
     if pairs:
         names = {module: name for root in modules for name, module in root.named_modules()}
-        (one, two), more = pairs[0], f" (and {len(pairs) - 1} more pairs)" if len(pairs) > 1 else ""
+        (one, two), more = pairs[0], f" (and {len(pairs) - 1} more)" if len(pairs) > 1 else ""
         one_name, two_name = (_below(names, param) for param in (one, two))
         warn(
             f"fully_shard: {one_name} and {two_name}{more}: got two parameters in the same memory, so that a step on "

@@ -226,7 +226,7 @@ class _Summoned:
         if any(param not in self.selection.managed for param in params):
             return "only some of its parameters are shown in full; summon the whole unit"
         if any(param.spec.full is not None for param in params):
-            return "its tensor-parallel parameters are shown as plain tensors; compute with these without its forward"
+            return "its tensor-parallel parameters are shown as plain tensors; use them without calling it"
         if self.offload and unit.device.type != "cpu":
             return "its parameters are shown on the CPU; leave offload_to_cpu out"
         return ""

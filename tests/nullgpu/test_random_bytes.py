@@ -22,7 +22,7 @@ from tests.support.fuzz import drawn_anew
 
 WIDTH, ROWS = 1024, 4096
 SLACK = 1 << 20
-"""Bytes of padding, norms and shards' temporary copies; a matrix has eight times as many, and an activation, too."""
+"""Bytes of padding, norms and shards' temporary copies; a matrix has at least eight times as many."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ SETTINGS = st.builds(
 
 
 FROZEN_BETWEEN = Setting((64, False), 6, 256, "blocks", None, torch.bfloat16, None, 2, 1, 1, False, False)
-"""Inputs of a reduction in the place of a frozen block's gradients, which chance finds in one of hundreds."""
+"""Inputs of a reduction stayed behind its frozen blocks, which few settings show."""
 
 
 class Half(nn.Module):

@@ -34,7 +34,7 @@ from fsdp2.grouping.grouping import CallOptions, warn_of_gradients
 from fsdp2.grouping.placing import Placed, PlacementFn
 from fsdp2.grouping.plan import describe
 from fsdp2.grouping.policy import Policy, choose_units
-from fsdp2.grouping.ties import warn_of_shared_memory
+from fsdp2.grouping.shared_memory import warn_of_shared_memory
 from fsdp2.module import MADE_BY_FULLY_SHARD, FSDPModule, ZeroesHidden
 from fsdp2.policies import (
     DataParallelMeshDims,

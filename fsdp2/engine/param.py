@@ -321,7 +321,6 @@ class FSDPParam:
         self.set_sites(sites)
         self.name_in_unit = name  # by which formats are chosen
         self.formats = Formats()
-        self.memory: Any = None  # where the elements of the original were, to find a parameter that shares them
         self.attributes = python_attributes(original)
         self.hooks = gradient_hook_tables(original)
         self.sharded: nn.Parameter | None = None

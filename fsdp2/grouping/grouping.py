@@ -21,6 +21,7 @@ from fsdp2.engine.stamp import Stamp
 from fsdp2.engine.unit import FoundBelow, FSDPState
 from fsdp2.grouping.collect import Found, Managed, collect, move_to
 from fsdp2.grouping.placing import Placed, PlacementFn, place, policy_of_param
+from fsdp2.grouping.shared_memory import note_memory
 from fsdp2.grouping.ties import check_tie, find_ties, follow_sites, follow_tie, give_up, is_gone, join_ties, replaced_by
 from fsdp2.optim.prebuilt import follow_parameters, repair_holders
 from fsdp2.policies import CPUOffloadPolicy, OffloadOf, PolicyOf
@@ -282,7 +283,7 @@ def _make_group(placed: list[Placed], options: GroupOptions, unit: FSDPState) ->
     params = [FSDPParam(p.found.param, p.spec, p.found.sites, p.found.name, p.policy) for p in placed]
     pieces = [p.piece for p in placed]
     for entry, param in zip(placed, params):
-        param.memory = entry.found.memory
+        note_memory(param, entry.found.memory)
         param.formats = param.choose_formats(options.formats_of, entry.found.param)
     options = replace(options, offload_policy=placed[0].offload)
     if not isinstance(size := options.reshard_after_forward, (bool, type(None))):

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from fsdp2._naming import class_name
-from fsdp2._warn import warn
 from fsdp2.engine.casts import compute_dtype
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.index import param_of, remember_originals, units_below
+from fsdp2.engine.index import param_of, remember_originals
 from fsdp2.engine.param import FSDPParam, Site, show
 from fsdp2.engine.unit import FSDPState, get_state
 from fsdp2.grouping.collect import Found
@@ -36,7 +35,6 @@ __all__ = [
     "is_gone",
     "join_ties",
     "replaced_by",
-    "warn_of_shared_memory",
 ]
 
 
@@ -210,42 +208,6 @@ def _described(param: Found | FSDPParam) -> str:
 def _ranks(mesh: DataParallelMesh) -> list[int]:
     """Return the ranks that gradients are averaged over, sorted."""
     return sorted(listed_ranks(mesh.mesh))
-
-
-def warn_of_shared_memory(modules: Iterable[nn.Module]) -> None:
-    """Warn of parameters below ``modules`` that were several in the same memory; call it last.
-
-    Such are two that ``load_state_dict(assign=True)`` makes of a tied one, or ``head.weight.data = embed.weight.data``.
-    A step on one was a step on the other, but their shards share nothing. They are not tied here: where a model is
-    moved to a GPU first, each has memory of its own, and trains alone.
-    """
-    first: dict[Any, FSDPParam] = {}
-    pairs = []
-    units = dict.fromkeys(unit for module in modules for unit in units_below(module))
-    for param in dict.fromkeys(param for unit in units for group in unit.groups for param in group.params):
-        if param.memory is None:
-            continue
-        other = first.setdefault(param.memory, param)
-        if other is not param and (other.requires_grad or param.requires_grad):
-            pairs.append((other, param))
-            param.memory = None  # a call on a module above would warn of it again
-    if pairs:
-        names = {module: name for root in modules for name, module in root.named_modules()}
-        (one, two), more = pairs[0], f" (and {len(pairs) - 1} more)" if len(pairs) > 1 else ""
-        one_name, two_name = (_below(names, param) for param in (one, two))
-        warn(
-            f"fully_shard: {one_name} and {two_name}{more}: got two parameters in the same memory, so that a step on "
-            "one changed the other, expected one parameter or two memories; each has a shard of its own now, and they "
-            "train apart. load_state_dict(assign=True) makes two of a tied one. Tie them before fully_shard: "
-            f"model.{two_name} = model.{one_name}. If they are to train apart, give one a copy: "
-            "nn.Parameter(weight.detach().clone())"
-        )
-
-
-def _below(names: Mapping[nn.Module, str], param: FSDPParam) -> str:
-    """Return the name of ``param`` in the modules that have these ``names``."""
-    site = next(site for site in param.sites if site.module in names)
-    return f"{names[site.module]}.{site.name}" if names[site.module] else site.name
 
 
 @torch.no_grad()

@@ -34,14 +34,14 @@ class CommContext:
         self._states: dict[tuple[type, int], Any] = {}  # what formats keep from call to call, by format and lane
 
     def set_limits(self, root: object, chunks: int, units: int, largest: int) -> None:
-        """Let ``chunks`` of gradients be in flight, and as many bytes as ``units`` groups of ``largest`` bytes have.
+        """Let ``chunks`` of gradients be in flight, and as many bytes as so many ``units`` have.
 
-        ``largest`` is the size of the largest group under ``root``. Where roots share a context, the largest values
-        apply; roots are referenced weakly, so those of a freed root no longer count.
+        ``largest`` is the size of the full parameters of the largest group under ``root``. Where roots share a context,
+        the largest values apply; roots are referenced weakly, so those of a freed root no longer count.
         """
-        self._limits[root] = chunks, units * largest, largest
-        operations, nbytes, self.largest_bytes = (max(some) for some in zip(*self._limits.values()))
-        self.reductions.set_limits(operations, nbytes)
+        self._limits[root] = chunks, units, largest
+        operations, units, self.largest_bytes = (max(some) for some in zip(*self._limits.values()))
+        self.reductions.set_limits(operations, units)
 
     def postpone_gather(self, group: object, start: Callable[[], None]) -> None:
         """Postpone ``start``, which starts the gather of ``group`` that backward needs next, until ``start_postponed``.

@@ -19,6 +19,7 @@ class _Retention:
     event: torch.Event
     tensors: list[torch.Tensor]
     nbytes: int
+    unit: int
 
 
 class Retained:
@@ -32,6 +33,7 @@ class Retained:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         self.limit_bytes = 0
+        self.unit = 0  # the number of the unit whose gradients are being reduced
         self.packed: deque[_Retention] = deque()  # gradients that are copied beside compute
         self._inputs: deque[_Retention] = deque()
         self._nbytes = 0  # of ``packed`` and ``_inputs``, which are memory of the compute stream
@@ -71,16 +73,17 @@ class Retained:
         self, kept: deque[_Retention], event: torch.Event | None, tensors: list[torch.Tensor], nbytes: int = 0
     ) -> None:
         if event is not None and tensors:
-            kept.append(_Retention(event, tensors, nbytes))
+            kept.append(_Retention(event, tensors, nbytes, self.unit))
             self._nbytes += nbytes
 
-    def make_room(self, nbytes: int) -> None:
-        """Let compute wait until ``nbytes`` more may be held.
+    def make_room(self, nbytes: int, last: int | None = None) -> None:
+        """Let compute wait until ``nbytes`` more may be held, for units up to number ``last``; without it, for all.
 
         Packed gradients are given back before inputs, even if these are older: the pack lane is done with them first.
         """
-        while (self.packed or self._inputs) and self._nbytes + nbytes > self.limit_bytes:
-            self._drop_oldest(self.packed or self._inputs, self.lanes.compute)
+        for kept in (self.packed, self._inputs):
+            while kept and (last is None or kept[0].unit <= last) and self._nbytes + nbytes > self.limit_bytes:
+                self._drop_oldest(kept, self.lanes.compute)
 
     def drop(self) -> None:
         """Let compute wait, and give back everything that is held of the compute stream's memory."""

@@ -71,6 +71,7 @@ class GradientPlan:
         self.dtypes = self._find_dtypes(reduced)
         self.chunks = self._cut(reduced)
         self.reduced = frozenset(reduced)
+        self.nbytes = sum([store.params[i].spec.layout.numel * key.computed.itemsize for i, key in self.dtypes.items()])
         self.streamed_in = {i: c for c, chunk in enumerate(self.chunks.streamed) for i in chunk}
         self._rows: dict[tuple[int, ...], RowPlan] = {}
         self._reductions: dict[tuple[int, torch.dtype, bool], ReducePlan] = {}

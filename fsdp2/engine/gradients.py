@@ -153,6 +153,7 @@ class GroupGradients:
         """
         self.watch_all()
         plan = self._current_plan()
+        self.comm.reductions.expect_unit(plan.nbytes)
         if self._store.options.reduce_gradients and not self.unreduced.accumulated:
             self._expect(True, rounded=plan.is_rounded)
         else:
@@ -346,6 +347,8 @@ class GroupGradients:
         Return False if other ranks launch it later: then the gradients stay on the parameters.
         """
         store = self._store
+        if first:
+            self.comm.reductions.start_unit(plan.nbytes)
         if self._at_once:
             finished = "together"
             if first:

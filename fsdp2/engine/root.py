@@ -164,7 +164,7 @@ class RootContext(Generic[U]):
     def limit_communication(self) -> None:
         """Let as many chunks of gradients be in flight as any group asked for.
 
-        By default the backend decides, within the bytes of the largest group's gradients: those of a compiled block
+        By default the backend decides, within the bytes of one group's gradients: those of a compiled block
         leave at once, and if communication is slow, compute goes on to the next unit meanwhile. If several roots share
         ``comm``, the largest limits hold.
         """

@@ -23,6 +23,10 @@ from tests.support.fuzz import drawn_anew
 WIDTH, ROWS = 1024, 4096
 SLACK = 1 << 20
 """Bytes of padding, norms and shards' temporary copies; a matrix has at least eight times as many."""
+WIDENED = 2 * 2 * 4 * WIDTH * WIDTH
+"""Bytes more where the first of a unit's two matrices leaves early, in a wider dtype: twice those of its gradient, as
+the copy has twice as many, and the sum on two ranks as many. The activations of the layer are still there. In return
+the unit's end takes less, where one with few rows has its peak."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,13 @@ class Setting:
     """A model, and how it is sharded and trained.
 
     ``mesh``: how many ranks, and whether they are copies of a few. ``units``: what is a unit, beside the root.
-    ``frozen``, ``recomputed``: each so-many-th block, 0 for none.
+    ``first``: how many times as large as others the first block is. ``frozen``, ``recomputed``: each so-many-th block,
+    0 for none.
     """
 
     mesh: tuple[int, bool]
     blocks: int
+    first: int
     rows: int
     units: str
     reshard: bool | None
@@ -51,6 +57,7 @@ SETTINGS = st.builds(
     Setting,
     mesh=st.sampled_from([(2, False), (8, False), (8, True), (64, False)]),
     blocks=st.integers(2, 6),
+    first=st.sampled_from([1, 1, 3]),
     rows=st.sampled_from([256, ROWS]),
     units=st.sampled_from(["blocks", "halves", "halves and blocks", "pairs"]),
     reshard=st.sampled_from([None, True, False]),
@@ -64,16 +71,19 @@ SETTINGS = st.builds(
 )
 
 
-FROZEN_BETWEEN = Setting((64, False), 6, 256, "blocks", None, torch.bfloat16, None, 2, 1, 1, False, False)
+FROZEN_BETWEEN = Setting((64, False), 6, 1, 256, "blocks", None, torch.bfloat16, None, 2, 1, 1, False, False)
 """Inputs of a reduction stayed behind its frozen blocks, which few settings show."""
+LARGEST_LAST = Setting((64, False), 6, 6, 256, "blocks", True, torch.bfloat16, torch.bfloat16, 0, 1, 1, True, False)
+"""Gradients of four blocks were in flight beside those of the largest, which backward comes to last."""
 
 
 class Half(nn.Module):
     """Two matrices behind a norm, added to what they get."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 1) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        inner = 4 * times * WIDTH
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add to ``x``."""
@@ -95,7 +105,8 @@ def units_of(blocks: list[Any], units: str) -> Iterator[Any]:
 def built(setting: Setting, library: Any, mesh: Any) -> Any:
     """Return the sharded model on the device."""
     with torch.device("meta"):
-        blocks = [nn.Sequential(Half(), Half()) for _ in range(setting.blocks)]
+        sizes = [setting.first] + [1] * (setting.blocks - 1)
+        blocks = [nn.Sequential(Half(times), Half(times)) for times in sizes]
         model = nn.Sequential(*blocks)
     for i, block in enumerate(blocks):
         if setting.frozen and i % setting.frozen == setting.frozen - 1 and i:
@@ -143,10 +154,13 @@ def peak(setting: Setting, library: Any) -> int:
 @settings(max_examples=settings().max_examples // 2)
 @given(setting=SETTINGS)
 @example(setting=FROZEN_BETWEEN)
+@example(setting=LARGEST_LAST)
 def test_no_more_than_torch(setting):
     """Such settings showed that a checkpoint around units freed nothing, that accumulation made copies of gradients in
     the dtype of their sum, and that the inputs of reductions outlived frozen units."""
     for dtype in (torch.float32, torch.bfloat16):  # cuBLAS keeps its workspaces from here on
         Half().to("cuda", dtype)(torch.empty(setting.rows, WIDTH, device="cuda", dtype=dtype)).sum().backward()
     ours, theirs = (peak(setting, library) for library in LIBRARIES.values())
-    assert ours <= theirs + SLACK
+    widens = setting.computed is torch.bfloat16 and setting.reduced is torch.float32
+    leaves_early = widens and "halves" in setting.units and setting.rows == ROWS
+    assert ours <= theirs + SLACK + leaves_early * setting.first * WIDENED

@@ -60,6 +60,10 @@ watch_compilation()
 # The FSDP class of each class. Keys and values are weak: a class that is defined in a function or a notebook may keep
 # models alive through its methods.
 _classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+_REMEDY_FOR_NAMES = (
+    "Use names relative to the module that you pass, or pass policy=, which shards all blocks of a model with one "
+    "mapping"
+)
 _OF_EACH_CLASS = "__dict__", "__weakref__", "__deepcopy__"  # what another class makes anew, and our own deep copy
 
 
@@ -304,7 +308,7 @@ def _check_arguments(modules: tuple[nn.Module, ...], given: dict[str, Any]) -> C
         )
     tied = _tied(modules) if any(isinstance(given[name], Mapping) for name in ("mp_policy", "offload_policy")) else {}
     policy_of, offload_of = policy_by_name(given["mp_policy"], tied), offload_by_name(given["offload_policy"], tied)
-    _check_names(modules, given["offload_policy"])
+    _check_names(modules, given["mp_policy"], given["offload_policy"])
     mesh, reshard = follow_strategy(
         given["strategy"], given["mesh"], given["dp_mesh_dims"], given["reshard_after_forward"]
     )
@@ -343,18 +347,25 @@ def _tied(modules: tuple[nn.Module, ...]) -> Tied:
     return {name: several for several in names.values() if len(several) > 1 for name in several}
 
 
-def _check_names(modules: tuple[nn.Module, ...], offload: Any) -> None:
-    """Raise ValueError if a pattern matches no parameter of ``modules``: it would silently have no effect."""
-    if not isinstance(offload, Mapping):
-        return
-    names = [name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)]
-    unknown = [pattern for pattern in offload if pattern and not any(fits(name, pattern) for name in names)]
-    if unknown:
-        raise ValueError(
-            f"fully_shard: offload_policy: {unknown[0]!r} matches no parameter; expected names in "
-            f"{class_name(modules[0])}, such as {names[0] if names else 'none'!r}. Use names relative to the "
-            "module that you pass, or pass policy=, which shards all blocks of a model with one mapping"
-        )
+def _check_names(modules: tuple[nn.Module, ...], mp: Any, offload: Any) -> None:
+    """Warn of a pattern in ``mp``, and raise ValueError for one in ``offload``, that matches no parameter.
+
+    It would silently have no effect. Dtypes are often given as one mapping for blocks of several kinds.
+    """
+    problems = {}
+    for name, given in (("mp_policy", mp), ("offload_policy", offload)):
+        if isinstance(given, Mapping):
+            names = [name for module in modules for name, _ in module.named_parameters(remove_duplicate=False)]
+            unknown = [pattern for pattern in given if pattern and not any(fits(name, pattern) for name in names)]
+            if unknown:
+                problems[name] = (
+                    f"fully_shard: {name}: {unknown[0]!r} matches no parameter; expected names in "
+                    f"{class_name(modules[0])}, such as {names[0] if names else 'none'!r}"
+                )
+    if "offload_policy" in problems:
+        raise ValueError(f"{problems['offload_policy']}. {_REMEDY_FOR_NAMES}")
+    if problems:
+        warn(f"{problems['mp_policy']}. As it is, it has no effect. {_REMEDY_FOR_NAMES}")
 
 
 def _check_reshard(value: Any, mesh: DataParallelMesh) -> bool | int | None:

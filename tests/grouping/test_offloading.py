@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -128,6 +130,18 @@ def test_names_with_brackets():
         assert homes(module) == {"[a]": True, "b": False}
         module.unshard()
         assert (module["[a]"].dtype, module["b"].dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_a_pattern_for_dtypes_that_fits_nothing():
+    """A letter too many left the norms in bfloat16, silently. It is no error: a model's blocks may be of several kinds,
+    which share one mapping."""
+    low, high = MixedPrecisionPolicy(param_dtype=torch.bfloat16), MixedPrecisionPolicy()
+    with fake_mesh(2) as mesh:
+        with pytest.warns(UserWarning, match=r"mp_policy: '\*biases' matches no parameter; .* it has no effect"):
+            fsdp2.fully_shard(Net(), mesh=mesh, policy="auto", mp_policy={"*biases": high, "": low})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fsdp2.fully_shard(Net(), mesh=mesh, policy="auto", mp_policy={"head.*": high, "": low})
 
 
 @on_ranks(2)

@@ -20,9 +20,9 @@ from torch.nn.utils import parametrize
 
 import fsdp2
 from tests.support import api
-from tests.support.fuzz import drawn_anew
 from tests.support.parity import SEED, full, mesh_2d, mesh_of
 from tests.support.pool import POOL
+from tests.support.programs import drawn_anew
 
 pytestmark = api.fsdp2_only
 

@@ -14,6 +14,7 @@ import pytest
 from tests.nullgpu.jobs import run
 from tests.support import fuzz
 from tests.support.parity import on_device
+from tests.support.programs import drawn
 
 BY_VALUE = ("send",)
 """Steps in which ranks do what values tell them, and so do losses that are scaled."""
@@ -23,7 +24,7 @@ def programs(rank: int, world: int, number: int, count: int) -> None:
     """Execute so many programs, of which nobody looks at the results."""
     nothing = mock.patch.object(fuzz, "assert_close_together", lambda *unused: None)
     with on_device("cuda"), nothing:
-        for program in fuzz.drawn(number, count):
+        for program in drawn(number, count):
             program = replace(program, scaled=False, steps=tuple(s for s in program.steps if s[0] not in BY_VALUE))
             try:
                 fuzz.run(rank, world, program)

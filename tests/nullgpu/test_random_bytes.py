@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.nullgpu.programs import ranks
 from tests.nullgpu.test_bytes import LIBRARIES
 from tests.nullgpu.test_runs import over_copies
-from tests.support.fuzz import drawn_anew
+from tests.support.programs import drawn_anew
 
 WIDTH, ROWS = 1024, 4096
 SLACK = 1 << 20

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 
 from tests.support import api, fuzz, planted
-from tests.support.fuzz import Fuzz
 from tests.support.planted import PLANTED
 from tests.support.pool import POOL, RankError
+from tests.support.programs import Fuzz, drawn_anew, programs
 
 LIMIT_SECONDS = 120.0
 defects = pytest.mark.parametrize("defect", PLANTED, ids=lambda plant: plant.__name__)
@@ -25,18 +25,18 @@ class Enough(Exception):
 
 
 @api.fsdp2_only
-@fuzz.drawn_anew
+@drawn_anew
 @settings(max_examples=settings().max_examples // 2)
-@given(program=fuzz.programs())
+@given(program=programs())
 def test_random_program(program):
     """Whatever fsdp2 can do, in any order."""
     assume(all(POOL.run(2, fuzz.run, {"program": program}, LIMIT_SECONDS)))
 
 
 @api.fsdp2_only
-@fuzz.drawn_anew
+@drawn_anew
 @settings(max_examples=settings().max_examples // 6)
-@given(program=fuzz.programs())
+@given(program=programs())
 def test_random_program_on_four_ranks(program):
     """Which cost several times as much, and where both axes of a hybrid mesh have several ranks."""
     assume(all(POOL.run(4, fuzz.run, {"program": program}, LIMIT_SECONDS)))
@@ -44,27 +44,27 @@ def test_random_program_on_four_ranks(program):
 
 @api.fsdp2_only
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@fuzz.drawn_anew
+@drawn_anew
 @settings(max_examples=settings().max_examples // 6)
-@given(program=fuzz.programs())
+@given(program=programs())
 def test_random_program_on_streams(world, program):
     """Whatever a GPU does otherwise than a CPU: lanes, postponed gathers, memory that is held, late checks."""
     assume(all(POOL.run(world, fuzz.run_on_streams, {"program": program}, LIMIT_SECONDS)))
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-@fuzz.drawn_anew
+@drawn_anew
 @settings(max_examples=settings().max_examples // 3)
-@given(program=fuzz.programs(ordinary=True))
+@given(program=programs(ordinary=True))
 def test_what_torch_does_as_well(world, program):
     """Torch's fully_shard shows the same."""
     assume(all(POOL.run(world, fuzz.run, {"program": program, "against_torch": True}, LIMIT_SECONDS)))
 
 
 @pytest.mark.slow
-@fuzz.drawn_anew
+@drawn_anew
 @settings(max_examples=settings().max_examples // 4)
-@given(program=fuzz.programs(ordinary=True))
+@given(program=programs(ordinary=True))
 def test_what_torch_does_as_well_on_three_ranks(program):
     """Which divide hardly any size; other programs than the ones above."""
     assume(all(POOL.run(3, fuzz.run, {"program": program, "against_torch": True}, LIMIT_SECONDS)))
@@ -90,9 +90,9 @@ def test_random_programs_find_a_planted_defect(defect):
     (``average_experts``)."""
     found: list[Fuzz] = []
 
-    @fuzz.drawn_anew
+    @drawn_anew
     @settings(max_examples=1000, phases=[Phase.generate])
-    @given(program=fuzz.programs())
+    @given(program=programs())
     def search(program: Fuzz) -> None:
         try:
             POOL.run(2, planted.run, {"program": program, "defect": defect.__name__}, LIMIT_SECONDS)

@@ -70,8 +70,8 @@ OUT_OF_REACH = (
     "Muon",
     "optimizer in backward",
 )
-"""Features that no random program (``fuzz.py``) has: they want models, meshes, schedules or processes that a tree of
-small modules on the processes of a test has not."""
+"""Features that no random program (``programs.py``) has: they want models, meshes, schedules or processes that a tree
+of small modules on the processes of a test has not."""
 
 
 def composes(*features: str) -> Callable[[F], F]:

@@ -1,6 +1,6 @@
 """Defects that fsdp2 had, put back into a process one at a time, and for each a program that finds it.
 
-They are those that the random programs of ``tests/support/fuzz.py`` could once not say.
+They are those that the random programs of ``tests/support/programs.py`` could once not say.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp2.optim import clip
 from fsdp2.ranks.monitor import RankMonitor
 from fsdp2.sharding.mesh import Axis
 from tests.support import fuzz
-from tests.support.fuzz import Fuzz
+from tests.support.programs import Fuzz
 from tests.support.trees import Node, Plan
 
 Patch = pytest.MonkeyPatch

@@ -10,9 +10,9 @@ from itertools import combinations
 import pytest
 from hypothesis import Phase, given, seed, settings
 
-from tests.support import fuzz
 from tests.support.composition import FEATURES, OUT_OF_REACH
 from tests.support.docs import script
+from tests.support.programs import Fuzz, drawn_anew, programs
 
 EXCLUSIVE = [
     {"hybrid sharding", "over replicas"},
@@ -24,28 +24,28 @@ EXCLUSIVE = [
 """Of these a program has one: a mesh, an optimizer."""
 
 
-def kinds(program: fuzz.Fuzz) -> set[str]:
+def kinds(program: Fuzz) -> set[str]:
     """Return the kinds of modules in a program's model."""
     return {node.kind for node in program.plan.all_nodes()}
 
 
-def recomputed(program: fuzz.Fuzz) -> set[str]:
+def recomputed(program: Fuzz) -> set[str]:
     """Return the ways in which parts of a program's model recompute."""
     return {node.recompute for node in program.plan.all_nodes()}
 
 
-def steps(program: fuzz.Fuzz) -> set[str]:
+def steps(program: Fuzz) -> set[str]:
     """Return the names of a program's steps."""
     return {step[0] for step in program.steps}
 
 
-def reshards_to_int(program: fuzz.Fuzz) -> bool:
+def reshards_to_int(program: Fuzz) -> bool:
     """Whether a unit asks for it; over replicas, where it is refused, ``Plan.shard`` asks for something else."""
     plan = program.plan
     return plan.mesh != "over replicas" and 2 in (plan.root_reshard, *(node.reshard for node in plan.all_nodes()))
 
 
-IN_REACH: dict[str, Callable[[fuzz.Fuzz], bool]] = {
+IN_REACH: dict[str, Callable[[Fuzz], bool]] = {
     "hybrid sharding": lambda program: program.plan.mesh == "hybrid",
     "over replicas": lambda program: program.plan.mesh == "over replicas",
     "uneven": lambda program: bool(kinds(program) & {"uneven", "single", "norm", "odd"}),
@@ -84,7 +84,7 @@ class Enough(Exception):
     """Every pair has come up."""
 
 
-def features_of(program: fuzz.Fuzz) -> set[str]:
+def features_of(program: Fuzz) -> set[str]:
     """Return the features that a program combines."""
     return {feature for feature, has in IN_REACH.items() if has(program)}
 
@@ -103,11 +103,11 @@ def test_random_programs_combine_what_no_test_does():
     wanted = {frozenset(pair) for pair in combinations(IN_REACH, 2)} - tested - {*map(frozenset, EXCLUSIVE)}
     seen: set[frozenset[str]] = set()
 
-    @fuzz.drawn_anew
+    @drawn_anew
     @seed(1)
     @settings(max_examples=5000, phases=[Phase.generate], database=None)
-    @given(program=fuzz.programs())
-    def look(program: fuzz.Fuzz) -> None:
+    @given(program=programs())
+    def look(program: Fuzz) -> None:
         seen.update(map(frozenset, combinations(features_of(program), 2)))
         if wanted <= seen:
             raise Enough

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import StateDictType
 from torch.optim.swa_utils import AveragedModel
 
 import fsdp2
@@ -28,7 +30,7 @@ from fsdp2.sharding.platform import simulated, using
 from tests.support import api
 from tests.support.cases import TRANSFERS
 from tests.support.models import Case, rows
-from tests.support.parity import assert_close_together, device, forward_alone, full, fulls, rows_of
+from tests.support.parity import assert_close_together, device, forward_alone, full, fulls, low, rows_of
 from tests.support.programs import OPTIMIZERS, WHOLE, Fuzz
 from tests.support.shapes import first_tensor, loss_of
 from tests.support.stores import meeting_in
@@ -141,7 +143,7 @@ class Execution:
         rows = rows_of(self.case.inputs(batch), part, self.count)
         return tuple(value.detach().to(device()).requires_grad_(value.requires_grad) for value in rows)
 
-    def output(self, module: nn.Module, inputs: tuple[Any, ...], part: int) -> Any:
+    def output(self, module: Any, inputs: tuple[Any, ...], part: int) -> Any:
         """Return what a module returns on one rank, cast as the policy says."""
         self.interrupted = False
         if self.plan.experts:
@@ -338,6 +340,89 @@ class Execution:
         self.back(loss)
         self.frees = frees
 
+    def two_losses(self, one: int, other: int) -> None:
+        """Go back from two forwards at once."""
+        self.penalised = True  # autograd chooses in which order it adds their gradients
+        self.back(self.loss(one) + self.loss(other))
+
+    def use(self, index: int, inside: bool) -> None:
+        """Train on the size of weights outside of forward, and go back while they are full or later.
+
+        Not of layers that are cut over ranks, none of which has the size of the whole.
+        """
+        parts = [self.model.tree, *trees(self.model)]
+        part = parts[index % len(parts)]
+        if self.plan.across(self.world) > 1 or not any(p.requires_grad for p in floats(part)):
+            return
+        with fsdp2.use_weights(part) if self.units else contextlib.nullcontext():
+            weights = [low(weight, POLICIES[self.plan.policy].param_dtype) for weight in floats(part)]
+            loss = torch.stack([weight.double().square().mean() for weight in weights]).sum()
+            self.note("size of weights", loss)
+            if inside:
+                self.back(loss)
+        if not inside:
+            self.back(loss)
+
+    def write(self, what: str, batch: int) -> None:
+        """Write to full weights, which stays or is lost, or to full gradients."""
+        self.update(True)
+        if what == "gradients":
+            self.sync(True)
+            self.train(batch)
+        how = {"writeback": what != "nothing", "with_grads": what == "gradients"}
+        with fsdp2.summon_full_params(self.model, **how) if self.units else contextlib.nullcontext(), torch.no_grad():
+            for weight in floats(self.model):
+                if what == "gradients" and weight.grad is not None:
+                    weight.grad.mul_(0.5)
+                elif what == "weights" or (what == "nothing" and self.units):
+                    weight.mul_(0.5)
+
+    def substitute(self, index: int) -> None:
+        """Forward with another tensor in the place of a parameter, which no policy casts and no graph expects."""
+        named = {name: p for name, p in self.model.tree.named_parameters() if p.is_floating_point()}
+        tied = any(node.ties for node in self.plan.all_nodes())
+        if self.plan.policy != "plain" or self.plan.compiled or tied or not named:
+            return
+        self.update(True)
+        for unit in self.units:
+            unit.reshard()
+        name = sorted(named)[index % len(named)]
+        others = {f"tree.{name}": named[name].detach() * 0.5}
+
+        def call(*inputs: Any) -> Any:
+            return torch.func.functional_call(self.model, others, inputs)
+
+        with torch.no_grad():
+            outputs = [self.output(call, self.inputs(7, part), part) for part in self.parts]
+        self.note("loss with another tensor", self.mean(map(loss_of, outputs)))
+
+    def halve(self, batch: int) -> None:
+        """Train with hooks of parameters that halve their gradients."""
+        self.reset()
+        self.sync(True)
+        handles = [p.register_hook(lambda grad: grad / 2) for p in floats(self.model) if p.requires_grad]
+        self.train(batch)
+        for handle in handles:
+            handle.remove()
+
+    def finalize(self, batch: int, twice: bool, async_op: bool) -> None:
+        """Reduce the gradients of one or two backwards by hand."""
+        self.update(True)
+        frees, self.frees = self.frees, False
+        for root in self.units[:1]:
+            root.set_manual_backward_finalization(True)
+        if twice:
+            self.sync(False)
+            self.train(batch + 1)
+        self.sync(True)
+        self.train(batch)
+        for root in self.units[:1]:
+            handle = root.finalize_backward(async_op=async_op)
+            if async_op:
+                handle.wait()
+            root.set_manual_backward_finalization(False)
+        self.frees, self.unreduced = frees, False
+
     def uneven(self, batch: int) -> None:
         """Train on micro-batches whose number differs between ranks; only the last one communicates.
 
@@ -370,6 +455,52 @@ class Execution:
         self.after_backward(True)
         for unit in self.units:
             unit.reshard()
+
+    def prefetch(self, index: int, other: int, backward: bool) -> None:
+        """Let one unit gather another one ahead, which may not come next, or ever."""
+        if self.units:
+            unit, ahead = (self.units[i % len(self.units)] for i in (index, other))
+            choose = unit.set_modules_to_backward_prefetch if backward else unit.set_modules_to_forward_prefetch
+            choose([] if unit is ahead else [ahead])
+
+    def configure(self, setter: str, value: Any) -> None:
+        """Call one of the setters that change no result."""
+        for root in self.units[:1]:
+            getattr(root, setter)(value)
+
+    def resize(self, direct: int, chunk: int) -> None:
+        """Send tensors otherwise from now on, for which shards move."""
+        self.reset()
+        for root in self.units[:1]:
+            root.set_transfer_sizes(
+                direct_param_bytes=direct, direct_group_bytes=direct, chunk_bytes=chunk, exchange_bytes=chunk
+            )
+
+    def rebuild(self, how: str) -> None:
+        """Go on with a new optimizer that loads the state of the one so far, and perhaps steps on other tensors then.
+
+        Not where a schedule has the one so far.
+        """
+        if self.schedule is not None:
+            return
+        self.update(True)
+        state = self.optimizer.state_dict()
+        self.optimizer = self.make_optimizer()
+        self.optimizer.load_state_dict(state)
+        if not self.is_ours or self.program.whole or self.program.host:
+            return
+        if how == "host":
+            fsdp2.offload_optimizer_state(self.optimizer)
+        elif how == "local":
+            fsdp2.use_local_shards(self.optimizer)
+        elif how == "whole":
+            fsdp2.use_full_params(self.optimizer)
+
+    def cast(self) -> None:
+        """Cast the model to another dtype and back."""
+        self.reset()
+        self.model.double()
+        self.model.float()
 
     def twin(self, batch: int) -> None:
         """Train a deep copy for a step and drop it."""
@@ -519,11 +650,25 @@ class Execution:
         with self.hooked(self.leaf(index).register_forward_pre_hook(wait)):
             self.train(batch)
 
-    def reload(self) -> None:
-        """Load values made of the present ones, after which earlier losses are not to be used."""
+    def reload(self, how: str) -> None:
+        """Load values made of the present ones, after which earlier losses are not to be used.
+
+        Only as shards where each rank has experts of its own.
+        """
         self.update(True)
         state = {n: v * 0.9 if v.is_floating_point() else v.clone() for n, v in self.model.state_dict().items()}
-        self.model.load_state_dict(state)
+        if not self.units or self.plan.experts or how == "shards":
+            self.model.load_state_dict(state)
+        elif how == "rank 0":
+            whole = fulls(state)
+            first = self.rank < self.plan.across(self.world)  # of the ranks that a layer is not cut over
+            fsdp2.broadcast_from_rank0(self.model, whole if first else None)
+        else:
+            self.model.load_state_dict(state)
+            path = folder_of_all()
+            fsdp2.save_safetensors(self.model, path, max_shard_bytes=500)
+            self.model.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+            fsdp2.load_safetensors(self.model, path)
 
     def restore(self, how: str) -> None:
         """Save model and optimizer, train for a step, perhaps while that is written, and load what was saved.
@@ -566,6 +711,31 @@ class Execution:
         set_state_dict(
             self.model, self.optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options
         )
+
+    def restore_fsdp1(self, kind: str) -> None:
+        """Take the state dicts of model and optimizer in one of FSDP1's types, train for a step, and load them."""
+        if self.plan.experts:
+            return
+        in_type = (
+            contextlib.nullcontext
+            if self.fsdp is None
+            else functools.partial(fsdp2.state_dict_type, self.model, StateDictType[kind])
+        )
+        self.sync(True)
+        self.train(6)
+        self.update(True)
+        with in_type():
+            weights = copy.deepcopy(self.model.state_dict())
+            state = copy.deepcopy(
+                self.optimizer.state_dict() if self.fsdp is None else fsdp2.optim_state_dict(self.model, self.optimizer)
+            )
+        self.train(8)
+        self.update(True)
+        with in_type():
+            self.model.load_state_dict(weights)
+            if self.fsdp is not None:
+                state = fsdp2.optim_state_dict_to_load(self.model, self.optimizer, state)
+            self.optimizer.load_state_dict(state)
 
     def move(self, mesh: str, placement: str, tensor_parallel: bool) -> None:
         """Save the model, and load it where it is sharded otherwise."""
@@ -622,7 +792,9 @@ class Execution:
             self.train(5)
             self.unreduced = False
         self.pending.clear()
-        has_gradients = any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"])
+        # The model may show full parameters, and an optimizer that was built early have no shards before a forward.
+        parameters = [*self.model.parameters(), *(p for group in self.optimizer.param_groups for p in group["params"])]
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
         if tidy:
             if has_gradients:
                 self.scaler.unscale_(self.optimizer)
@@ -653,6 +825,11 @@ class Execution:
         self.see(fulls({f"weight {name}": value for name, value in self.model.named_parameters()}))
         self.see({f"buffer {name}": value.clone() for name, value in self.model.named_buffers()})
         return self.seen
+
+
+def floats(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a module that can have gradients."""
+    return [parameter for parameter in module.parameters() if parameter.is_floating_point()]
 
 
 def folder_of_all() -> str:

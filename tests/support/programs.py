@@ -56,6 +56,18 @@ WHOLE: dict[str, dict[str, bool]] = {
 }
 """Options with which each parameter is stepped on by one rank."""
 
+SETTERS: dict[str, st.SearchStrategy[Any]] = {
+    "set_deterministic_reduction": st.booleans(),
+    "set_force_sum_reduction_for_comms": st.booleans(),
+    "set_keep_unsharded_storage": st.booleans(),
+    "set_reduce_scatter_max_input_buffers": st.integers(1, 4),
+    "set_separate_reduce_scatter_group": st.booleans(),
+}
+"""Setters that change how ranks communicate and not what they compute, at any time, and their argument."""
+SIZES = (1, 100, 1000, 1 << 20)
+"""Numbers of bytes, some smaller than a parameter of most parts, and one larger than all but the large ones."""
+FSDP1_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
+
 number, truth = st.integers(0, 5), st.booleans()
 ORDINARY_STEPS: dict[str, st.SearchStrategy[Any]] = {
     "train": st.tuples(number),
@@ -69,7 +81,7 @@ ORDINARY_STEPS: dict[str, st.SearchStrategy[Any]] = {
     "reshard": st.tuples(number),
     "freeze": st.tuples(number, truth, st.just(True)),
     "state_dict": st.just(()),
-    "reload": st.just(()),
+    "reload": st.just(("shards",)),
     "restore": st.tuples(st.sampled_from(["files", "whole"])),
     "update": st.just((True,)),
 }
@@ -79,6 +91,7 @@ STEPS: dict[str, st.SearchStrategy[Any]] = {
     "unshard": st.tuples(number, truth),
     "freeze": st.tuples(number, st.sampled_from([False, False, True]), truth),
     "update": st.tuples(truth),
+    "reload": st.tuples(st.sampled_from(["shards", "rank 0", "safetensors"])),
     "restore": st.tuples(st.sampled_from(["files", "whole", "beside training"])),
     "move": st.tuples(st.sampled_from(MESHES), st.sampled_from(sorted(PLACEMENTS)), truth),
     "sync_unit": st.tuples(number, truth),
@@ -100,6 +113,24 @@ STEPS: dict[str, st.SearchStrategy[Any]] = {
     "reset": st.just(()),
 }
 """What a program may do, and with which arguments."""
+BESIDES: dict[str, st.SearchStrategy[Any]] = {
+    "two_losses": st.tuples(number, number),
+    "use": st.tuples(number, truth),
+    "write": st.tuples(st.sampled_from(["weights", "nothing", "gradients"]), number),
+    "substitute": st.tuples(number),
+    "halve": st.tuples(number),
+    "finalize": st.tuples(number, truth, truth),
+    "prefetch": st.tuples(number, number, truth),
+    "configure": st.sampled_from([*SETTERS]).flatmap(lambda name: st.tuples(st.just(name), SETTERS[name])),
+    "resize": st.tuples(st.sampled_from(SIZES), st.sampled_from(SIZES)),
+    "rebuild": st.tuples(st.sampled_from(["", "host", "local", "whole"])),
+    "restore_fsdp1": st.tuples(st.sampled_from(FSDP1_TYPES)),
+    "cast": st.just(()),
+}
+"""What it may do besides: calls that belong to no theme, as they may fail with any other.
+
+They are in none, because each step more in a theme is one that its others come together with less often.
+"""
 THEMES: dict[str, list[str]] = {
     "anything": [*STEPS],
     "gradients": ["sync", "sync_unit", "all_reduce", "freeze", "update", "synchronize", "look_at"],
@@ -136,6 +167,9 @@ def programs(draw: st.DrawFn, *, ordinary: bool = False) -> Fuzz:
     kinds = ["train", *draw(some_of(THEMES.get(theme, known), 2, 4))]
     if "forward" in kinds:
         kinds.append("backward")
+    if not ordinary:
+        known = {**known, **BESIDES}
+        kinds += draw(some_of(BESIDES, 0, 2))
     step = st.sampled_from(kinds).flatmap(lambda name: known[name].map(lambda given: (name, *given)))
     size = draw(st.integers(1, LONGEST))
     steps = tuple(draw(st.lists(step, min_size=size, max_size=size)))

@@ -130,12 +130,8 @@ class GroupGradients:
 
     @property
     def gathers_later(self) -> bool:
-        """True if the next gather in backward is best started when this group's gradients are finished.
-
-        The backward of a small unit takes less time than the host needs for it, so the gather would start too late.
-        """
-        is_late = self._store.full_bytes >= _LATE_BYTES
-        return is_late and self.comm.lanes.on_streams and bool(self._current_plan().reduced)
+        """True if the next gather in this backward is best started when this group's gradients are finished."""
+        return self._backward is not None and bool(self._backward.gather_waits)
 
     def expect_from(self, nodes: int) -> None:
         """Note how many autograd ``nodes`` the forward made: fewer than weights if a compiled block has one for all.
@@ -158,6 +154,8 @@ class GroupGradients:
             self._expect(True, rounded=plan.is_rounded)
         else:
             self._expect(have_gradients(self._store.params))
+        # The backward of a small unit takes less time than the host needs for it: the gather would start too late.
+        gathers_later = self._store.full_bytes >= _LATE_BYTES and self.comm.lanes.on_streams
         self._backward = _Backward(
             graph_task_id(),
             plan,
@@ -166,7 +164,7 @@ class GroupGradients:
             final,
             chunks_wait=[set(chunk) for chunk in plan.chunks.streamed],
             end_waits=self._expected() if count else None,
-            gather_waits=set(plan.reduced) if self.gathers_later else set(),
+            gather_waits=set(plan.reduced) if gathers_later else set(),
         )
 
     def watch_all(self) -> None:

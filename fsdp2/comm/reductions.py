@@ -21,11 +21,10 @@ class Abandoned(Exception):
 
 
 class _InFlight(NamedTuple):
-    """An operation, the bytes of its gradients, the number of their unit, and the group that they belong to."""
+    """An operation, the bytes of its gradients, and the group that these belong to."""
 
     operation: Operation
     nbytes: int
-    unit: int
     owner: _trace.Source | None
 
 
@@ -33,8 +32,9 @@ class Reductions:
     """A window of operations, bounded because they need memory.
 
     Their gradients may have as many bytes as those of the largest unit that this backward has reduced so far, or of
-    several if the user asked for that. A larger unit waits before its gradients are made, until only the previous one's
-    are in flight: a large embedding, which backward comes to last, would else be beside those of many small layers.
+    several if the user asked for that: a large embedding, to which backward comes last, would otherwise allow those of
+    many small layers beside its own. This changes only where an operation is added, in the order that all ranks share:
+    what is in flight decides the order of collectives.
 
     An operation is a generator that yields when the host has to wait. On a CPU it yields at each collective, and its
     inputs stay alive in its frame. So before an operation starts, the oldest ones are resumed, each once, until fewer
@@ -49,35 +49,25 @@ class Reductions:
         self.lanes = lanes
         self.memory = Retained(lanes)
         self.limit = 1
-        self._units = 1
+        self._owner: _trace.Source | None = None  # of the operation added last
         self._window: deque[_InFlight] = deque()  # at their first wait
         self._window_bytes = 0
         self._past_first_wait: deque[_InFlight] = deque()
 
     def set_limits(self, operations: int, units: int) -> None:
         """Let so many ``operations`` be in flight, with as many bytes of gradients as so many ``units`` have."""
-        self.limit, self._units = operations, units
+        self.limit, self.memory.units = operations, units
 
-    def expect_unit(self, nbytes: int) -> None:
-        """Wait until there is room for a unit that has ``nbytes`` of gradients, which are about to be made.
+    def add(
+        self, operation: Operation, nbytes: int = 0, owner: _trace.Source | None = None, unit_bytes: int = 0
+    ) -> None:
+        """Start ``operation`` of ``owner`` on gradients of so many bytes, and keep it in flight.
 
-        Those of the previous unit may stay in flight.
+        ``owner`` has ``unit_bytes`` of gradients in all.
         """
-        memory, last = self.memory, self.memory.unit - self._units
-        if self.lanes.on_streams:
-            memory.make_room(nbytes, last)
-        else:
-            while self._window and self._window[0].unit <= last and self._window_bytes + nbytes > memory.limit_bytes:
-                self._advance_oldest()
-
-    def start_unit(self, nbytes: int) -> None:
-        """Let the gradients of the next operations be those of one unit, which has ``nbytes`` of them."""
-        self.memory.unit += 1
-        self.memory.limit_bytes = max(self.memory.limit_bytes, self._units * nbytes)
-
-    def add(self, operation: Operation, nbytes: int = 0, owner: _trace.Source | None = None) -> None:
-        """Start ``operation`` of ``owner`` on gradients of so many bytes, and keep it in flight."""
-        added = _InFlight(operation, nbytes, self.memory.unit, owner)
+        added = _InFlight(operation, nbytes, owner)
+        self.memory.count_unit(unit_bytes, again=owner is self._owner)
+        self._owner = owner
         if not self.lanes.on_streams:
             self.make_room(nbytes)
         else:
@@ -115,6 +105,7 @@ class Reductions:
             _exhaust(self._past_first_wait.popleft())
         self.memory.drop_all()
         self.memory.limit_bytes = 0  # the next backward may begin with smaller units
+        self._owner = None
 
     def abandon(self, owners: Collection[object]) -> None:
         """Wait for the collectives of ``owners``, and drop their results. Operations of other roots stay in flight."""

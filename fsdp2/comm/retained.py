@@ -33,7 +33,8 @@ class Retained:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         self.limit_bytes = 0
-        self.unit = 0  # the number of the unit whose gradients are being reduced
+        self.units = 1  # so many may be held
+        self._unit = 0  # the number of the unit whose gradients are being reduced
         self.packed: deque[_Retention] = deque()  # gradients that are copied beside compute
         self._inputs: deque[_Retention] = deque()
         self._nbytes = 0  # of ``packed`` and ``_inputs``, which are memory of the compute stream
@@ -73,8 +74,20 @@ class Retained:
         self, kept: deque[_Retention], event: torch.Event | None, tensors: list[torch.Tensor], nbytes: int = 0
     ) -> None:
         if event is not None and tensors:
-            kept.append(_Retention(event, tensors, nbytes, self.unit))
+            kept.append(_Retention(event, tensors, nbytes, self._unit))
             self._nbytes += nbytes
+
+    def count_unit(self, nbytes: int, *, again: bool = False) -> None:
+        """Let what is held next be of a unit with ``nbytes`` of gradients; ``again``, of the same one as before."""
+        self._unit += not again
+        self.limit_bytes = max(self.limit_bytes, self.units * nbytes)
+
+    def expect_unit(self, nbytes: int) -> None:
+        """Let compute wait until there is room for a unit whose ``nbytes`` of gradients are about to be made.
+
+        Those of the previous unit may stay: its reduction has only just started.
+        """
+        self.make_room(nbytes, self._unit - self.units)
 
     def make_room(self, nbytes: int, last: int | None = None) -> None:
         """Let compute wait until ``nbytes`` more may be held, for units up to number ``last``; without it, for all.

@@ -149,7 +149,7 @@ class GroupGradients:
         """
         self.watch_all()
         plan = self._current_plan()
-        self.comm.reductions.expect_unit(plan.nbytes)
+        self.comm.reductions.memory.expect_unit(plan.nbytes)
         if self._store.options.reduce_gradients and not self.unreduced.accumulated:
             self._expect(True, rounded=plan.is_rounded)
         else:
@@ -345,8 +345,6 @@ class GroupGradients:
         Return False if other ranks launch it later: then the gradients stay on the parameters.
         """
         store = self._store
-        if first:
-            self.comm.reductions.start_unit(plan.nbytes)
         if self._at_once:
             finished = "together"
             if first:
@@ -385,7 +383,7 @@ class GroupGradients:
         # As computed, although this rank's may be wider, because they have accumulated: what is in flight decides the
         # order of the collectives, where a reduction has several on one process group.
         nbytes = row.full_numel * plan.dtypes[indices[0]].computed.itemsize
-        self.comm.reductions.add(operation, nbytes, self._group)
+        self.comm.reductions.add(operation, nbytes, self._group, plan.nbytes)
 
     def _defer_or_reduce(self, params: list[FSDPParam], reduction: ReducePlan) -> Callable[[list[torch.Tensor]], bool]:
         """Return a function that adds earlier sums to those over the shard axis, and returns whether to all-reduce now.

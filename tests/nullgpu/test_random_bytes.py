@@ -1,4 +1,7 @@
-"""With random settings, a step needs no more of torch's own CUDA allocator than with torch's fully_shard."""
+"""With random settings, a step needs no more of torch's own CUDA allocator than with torch's fully_shard.
+
+The exception is ``WIDENED``.
+"""
 
 from __future__ import annotations
 

@@ -522,7 +522,7 @@ def test_the_only_rank_sums_on_the_compute_stream() -> None:
     made = Chunk([weight(16, ranks=1), weight(2, ranks=1)], (torch.bfloat16, torch.float32, torch.float32))
     with Device() as device:
         flying = Reductions(Lanes(torch.device("cpu")))
-        flying.start_unit(1 << 20)
+        flying.memory.count_unit(1 << 20)
         grads = gradients(made)[0]
         expected, held = [grad.float() for grad in grads], weakref.ref(grads[0])
         flying.add(reduce_chunk(grads, made.row, made.plans[0], flying.memory, made.delivered[0].extend))
@@ -538,7 +538,7 @@ def test_gradients_that_are_copied_beside_compute_count_and_go_first() -> None:
     large, small = (Chunk([weight(rows, ranks=1)], dtypes, options=as_with_others()) for rows in (16, 2))
     with Device():
         flying = Reductions(Lanes(torch.device("cpu")))
-        flying.start_unit(400)  # bytes of what is copied, 128, of its rows, 256, and less than 48 more
+        flying.memory.count_unit(400)  # bytes of what is copied, 128, of its rows, 256, and less than 48 more
         held = []
         for made in (large, small):
             grads = gradients(made)[0]
@@ -555,7 +555,7 @@ def test_three_fifths_of_the_limit_are_copied_beside_compute(limit: int, beside:
     made = Chunk([weight(16, ranks=1)], (torch.bfloat16, torch.float32, torch.float32), options=as_with_others())
     with Device():
         flying = Reductions(Lanes(torch.device("cpu")))
-        flying.start_unit(limit)
+        flying.memory.count_unit(limit)
         flying.add(reduce_chunk(gradients(made)[0], made.row, made.plans[0], flying.memory, lambda pieces: None))
         assert bool(flying.memory.packed) is beside
         flying.finish()

@@ -21,7 +21,7 @@ def window(limit: int, nbytes: int = 0) -> Reductions:
     """Return an empty window for so many operations, or for gradients of so many bytes."""
     reductions = Reductions(Lanes(CPU))
     reductions.set_limits(limit, 1)
-    reductions.start_unit(nbytes)
+    reductions.memory.count_unit(nbytes)
     return reductions
 
 
@@ -106,21 +106,6 @@ def test_operations_are_no_more_than_their_bytes_allow() -> None:
         assert operations.alive == [{0}, {0, 1}, {1, 2}, {1, 2, 3}, {4}, {5}][name]
 
 
-@pytest.mark.parametrize(("nbytes", "left"), [(2, {0, 1}), (3, {0, 1}), (4, {1}), (9, {1})])
-def test_a_unit_that_finds_no_room_waits_for_all_but_the_previous_one(nbytes: int, left: set[int]) -> None:
-    """A large embedding, to which backward comes last, was beside the gradients of several small layers."""
-    operations, flying = Operations(), window(4)
-    for name, size in enumerate((4, 1)):
-        flying.start_unit(size + 1)
-        flying.add(operations.make(name, 1), size)
-    flying.memory.limit_bytes = 8
-    flying.expect_unit(nbytes)
-    assert operations.alive == left
-    flying.set_limits(4, 2)  # the user wants two units in flight
-    flying.expect_unit(1 << 20)
-    assert operations.alive == left
-
-
 def test_units_on_streams_wait_for_all_but_the_previous_one() -> None:
     """Gradients that are copied beside compute are given back before inputs, but not those of the previous unit."""
     with Device():
@@ -128,22 +113,22 @@ def test_units_on_streams_wait_for_all_but_the_previous_one() -> None:
         memory, tensors = flying.memory, [torch.ones(1) for _ in range(4)]
         references = [weakref.ref(tensor) for tensor in tensors]
         for _ in range(2):
-            flying.start_unit(8)
+            memory.count_unit(8)
             memory.retain_inputs(flying.lanes.reduce.event(), [tensors.pop(0)], 3)
             memory.retain_packed(flying.lanes.pack.event(), [tensors.pop(0)], 1)
-        flying.expect_unit(1 << 20)
+        memory.expect_unit(1 << 20)
         assert [reference() is None for reference in references] == [True, True, False, False]
         flying.finish()
 
 
 def test_a_backward_begins_with_the_limit_of_its_own_units() -> None:
     """The largest unit of an earlier one may be the last of this one."""
-    flying = window(1)
-    for nbytes in (4, 9, 2):
-        flying.start_unit(nbytes)
+    operations, flying = Operations(), window(1)
+    for name, nbytes in enumerate((4, 9, 2)):
+        flying.add(operations.make(name, 1), 0, None, nbytes)
     assert flying.memory.limit_bytes == 9
     flying.finish()
-    flying.start_unit(2)
+    flying.add(operations.make(3, 1), 0, None, 2)
     assert flying.memory.limit_bytes == 2
 
 

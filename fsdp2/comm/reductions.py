@@ -66,8 +66,9 @@ class Reductions:
         ``owner`` has ``unit_bytes`` of gradients in all.
         """
         added = _InFlight(operation, nbytes, owner)
-        self.memory.count_unit(unit_bytes, again=owner is self._owner)
-        self._owner = owner
+        if owner is not self._owner:
+            self._owner = owner
+            self.memory.count_unit(unit_bytes)
         if not self.lanes.on_streams:
             self.make_room(nbytes)
         else:

@@ -77,9 +77,9 @@ class Retained:
             kept.append(_Retention(event, tensors, nbytes, self._unit))
             self._nbytes += nbytes
 
-    def count_unit(self, nbytes: int, *, again: bool = False) -> None:
-        """Let what is held next be of a unit with ``nbytes`` of gradients; ``again``, of the same one as before."""
-        self._unit += not again
+    def count_unit(self, nbytes: int) -> None:
+        """Let what is held next be of another unit, with ``nbytes`` of gradients."""
+        self._unit += 1
         self.limit_bytes = max(self.limit_bytes, self.units * nbytes)
 
     def expect_unit(self, nbytes: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,12 +124,12 @@ def test_units_on_streams_wait_for_all_but_the_previous_one() -> None:
 
 def test_a_backward_begins_with_the_limit_of_its_own_units() -> None:
     """The largest unit of an earlier one may be the last of this one."""
-    operations, flying = Operations(), window(1)
+    operations, flying, owners = Operations(), window(1), cast(Any, ["a", "b", "c"])
     for name, nbytes in enumerate((4, 9, 2)):
-        flying.add(operations.make(name, 1), 0, None, nbytes)
+        flying.add(operations.make(name, 1), 0, owners[name], nbytes)
     assert flying.memory.limit_bytes == 9
     flying.finish()
-    flying.add(operations.make(3, 1), 0, None, 2)
+    flying.add(operations.make(3, 1), 0, owners[0], 2)
     assert flying.memory.limit_bytes == 2
 
 
